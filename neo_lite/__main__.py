@@ -1,0 +1,126 @@
+"""`python -m neo_lite …`: what a notebook can do, from a shell. Errors are one line; the exit code says the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from neo_lite.config import MODES, NeoLiteError
+from neo_lite.request import Request, SamplingParams
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; 0: done, 1: refused with a reason, 130: interrupted."""
+    args = parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except NeoLiteError as error:
+        print(f"neo_lite: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nneo_lite: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away: `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m neo_lite", description="offloaded LLM serving, step by step")
+    commands = top.add_subparsers(required=True, metavar="command")
+    env = commands.add_parser("env", help="what this machine is, and what of the course it can run")
+    env.add_argument("--json", action="store_true")
+    env.set_defaults(command=run_env)
+    _generate_arguments(commands.add_parser("generate", help="generate text, tokens streaming as they come"))
+    return top
+
+
+def _generate_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default="smollm2", help="smollm2, random:<shape>, a local folder or a hub id")
+    p.add_argument("--prompt", required=True)
+    p.add_argument("--max-tokens", type=int, default=48)
+    p.add_argument("--mode", default="gpu-only", help=", ".join(MODES))
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda")
+    p.add_argument("--dtype", default="auto", help="auto, float32, float16, bfloat16")
+    p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--gpu-kv-tokens", type=int, default=8192)
+    p.add_argument("--cpu-kv-tokens", type=int, default=8192)
+    p.add_argument("--cpu-threads", type=int, default=0, help="threads of the CPU kernel (0: all usable cores)")
+    p.add_argument("--json", action="store_true", help="one object: text, tokens, timings")
+    p.set_defaults(command=run_generate)
+
+
+def run_env(args: argparse.Namespace) -> int:
+    from neo_lite import machine
+
+    report = machine.env_report()
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        machine.print_env(report)
+    return 0
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Streams the text of one prompt; with --json prints one object at the end instead."""
+    from neo_lite.config import EngineConfig
+    from neo_lite.model import load_model
+    from neo_lite.pipeline import build_engine
+
+    start_s = time.perf_counter()
+    config = EngineConfig(
+        mode=args.mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=args.cpu_kv_tokens, cpu_threads=args.cpu_threads
+    )
+    if not args.prompt:
+        raise NeoLiteError("the prompt is empty: give --prompt some text")
+    model = load_model(args.model, args.device, args.dtype)
+    engine = build_engine(model, config)
+    sampling = SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed)
+    request = engine.add(model.tokenizer.encode(args.prompt), sampling)
+    load_s = time.perf_counter() - start_s
+    text = _stream(engine, request, model.tokenizer, quiet=args.json)
+    if args.json:
+        print(json.dumps(_result(args, model, request, text, load_s)))
+    return 0
+
+
+def _stream(engine: Any, request: Request, tokenizer: Any, quiet: bool) -> str:
+    """Prints text as it becomes certain: a character whose bytes are not all there yet waits for its next token."""
+    shown, tokens = "", []
+    for token in engine.stream(request):
+        tokens.append(token)
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        if not quiet and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    if not quiet:
+        print(text[len(shown) :])
+    return text
+
+
+def _result(args: argparse.Namespace, model: Any, request: Request, text: str, load_s: float) -> dict[str, Any]:
+    from neo_lite import metrics
+
+    return {
+        "text": text,
+        "tokens": request.output,
+        "prompt_tokens": len(request.prompt),
+        "finish_reason": request.finish_reason,
+        "mode": args.mode,
+        "model": args.model,
+        "source": model.source,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "timings": {"load_s": load_s, "ttft_s": metrics.ttft_s(request), "tpot_s": metrics.tpot_s(request)},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Attention over a paged KV cache: one signature, four backends. Called by the pipeline, once a layer and part.
+
+    backend(q, k, v, k_cache, v_cache, view) -> out
+
+    q        [tokens, q_heads, head_dim]   the new tokens' queries, sequence after sequence
+    k, v     [tokens, kv_heads, head_dim]  the same tokens' keys and values; already stored wherever they are kept
+    k_cache  [blocks, kv_heads, block_size, head_dim]  one layer of one pool (v_cache too)
+    view     which tokens belong to which sequence, and where its KV lies
+    out      [tokens, q_heads, head_dim]
+
+A decode is a sequence with one new token; its KV is read through the block table. A prefill attends to its own fresh
+k and v, and reads the pool only for what an earlier chunk left there, so that it also serves a prompt whose KV leaves
+for the other device. Each query head h uses KV head h // group_size (GQA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class View:
+    """The sequences of one call."""
+
+    query_lens: tuple[int, ...]  # new tokens of each sequence
+    seq_lens: torch.Tensor  # int32 [sequences]: tokens it attends to, the new ones included
+    block_table: torch.Tensor  # int32 [sequences, width]: unused entries are 0 and never read
+
+
+def reference(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """The definition, one sequence and one token at a time, in float64: what the others are tested against."""
+    out, row = torch.empty_like(q), 0
+    group = q.shape[1] // k_cache.shape[1]
+    for i, count in enumerate(view.query_lens):
+        seq_len = int(view.seq_lens[i])
+        keys, values = (c.double().repeat_interleave(group, dim=1) for c in gather(k_cache, v_cache, view, i))
+        for position in range(seq_len - count, seq_len):
+            scores = torch.einsum("hd,thd->ht", q[row].double(), keys[: position + 1]) * q.shape[2] ** -0.5
+            out[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), values[: position + 1]).to(q.dtype)
+            row += 1
+    return out
+
+
+def prefill(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Causal attention of each prompt, or of a later chunk of one, through torch's SDPA (its flash kernel on a GPU)."""
+    out, row = torch.empty_like(q), 0
+    seq_lens = view.seq_lens.tolist()
+    for i, (count, seq_len) in enumerate(zip(view.query_lens, seq_lens)):
+        part = slice(row, row := row + count)
+        keys, values = k[part], v[part]
+        if count < seq_len:
+            before = (c[: seq_len - count] for c in gather(k_cache, v_cache, view, i))
+            keys, values = (torch.cat(pair) for pair in zip(before, (keys, values)))
+        out[part] = _sdpa(q[part], keys, values, causal=count > 1)
+    return out
+
+
+def gathered_decode(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """A decode for each sequence: SDPA over its gathered blocks. Runs on any device and copies all it reads."""
+    if not view.query_lens:
+        return torch.empty_like(q)
+    sequences = (gather(k_cache, v_cache, view, i) for i in range(len(view.query_lens)))
+    return torch.cat([_sdpa(q[i : i + 1], keys, values, causal=False) for i, (keys, values) in enumerate(sequences)])
+
+
+def cpu_kernel_decode(q, k, v, k_cache, v_cache, view: View, threads: int = 0) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """The same, on host tensors, through the C++ kernel: each byte of KV is read once, in place."""
+    return kernel_for(q, k_cache)(q, k_cache, v_cache, view.block_table, view.seq_lens, num_threads=threads)
+
+
+def kernel_for(q: torch.Tensor, k_cache: torch.Tensor):  # type: ignore[no-untyped-def]
+    """The build for these shapes; compiles on its first use. Raises CompilerMissing where there is no compiler."""
+    from neo_lite.cpu_attention import KernelSpec, load_kernel
+
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    return load_kernel(KernelSpec(head_dim, q.shape[1] // kv_heads, block_size, str(q.dtype).split(".")[1]))
+
+
+def gather(k_cache: torch.Tensor, v_cache: torch.Tensor, view: View, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of sequence i as [seq_len, kv_heads, head_dim]; the tail of its last block, never written, cut off."""
+    seq_len, block_size = int(view.seq_lens[i]), k_cache.shape[2]
+    blocks = view.block_table[i, : -(-seq_len // block_size)].long()
+    k, v = (c[blocks].transpose(1, 2).flatten(0, 1)[:seq_len] for c in (k_cache, v_cache))
+    return k, v
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """[new, q_heads, d] x [all, kv_heads, d] -> [new, q_heads, d]; the new tokens are the last of all."""
+    new, total = q.shape[0], k.shape[0]
+    mask = None
+    if causal and new < total:  # is_causal would align the first query with the first key
+        mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1])
+    return out.squeeze(0).transpose(0, 1)

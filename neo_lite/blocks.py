@@ -1,0 +1,61 @@
+"""Paged blocks of both pools: who holds which, and nothing else knows how many are free.
+
+A request's KV lives whole in one pool, in blocks of `block_size` tokens that need not be neighbours; `block_table[i]`
+is the block of tokens i * block_size and on. Called by the scheduler only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from neo_lite.request import Device, Move, Request
+
+
+class Blocks:
+    """The allocator of the GPU pool and the CPU pool."""
+
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.total: dict[Device, int] = {"gpu": num_gpu_blocks, "cpu": num_cpu_blocks}
+        self._free: dict[Device, deque[int]] = {d: deque(range(n)) for d, n in self.total.items()}
+
+    def free(self, device: Device) -> int:
+        return len(self._free[device])
+
+    def needed(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def fits_ever(self, request: Request, device: Device) -> bool:
+        return self.needed(request.max_total_tokens) <= self.total[device]
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that `request` lacks, in its own pool, to hold `num_tokens` tokens."""
+        return max(0, self.needed(num_tokens) - len(request.block_table))
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Gives `request` room for `num_tokens` tokens; False, and nothing changed, if its pool is too full."""
+        count = self.missing(request, num_tokens)
+        if count > self.free(request.device):
+            return False
+        request.block_table += self._take(request.device, count)
+        return True
+
+    def move(self, request: Request, target: Device) -> Move:
+        """Gives `request` as many blocks in the other pool and frees its own; the caller runs the copy in order."""
+        assert target != request.device and len(request.block_table) <= self.free(target)
+        source = tuple(request.block_table)
+        taken = self._take(target, len(source))
+        self._free[request.device].extend(source)
+        request.device, request.block_table = target, taken
+        request.num_swaps += 1
+        return Move(request, target, source, tuple(taken))
+
+    def release(self, request: Request) -> None:
+        """Takes all of its blocks back; its KV is lost."""
+        self._free[request.device].extend(request.block_table)
+        request.block_table = []
+        request.num_computed = 0
+
+    def _take(self, device: Device, count: int) -> list[int]:
+        return [self._free[device].popleft() for _ in range(count)]

@@ -1,0 +1,135 @@
+"""The nouns of serving: a request, the two sub-batches of an iteration, and the plan that holds them.
+
+A request is the one thing that changes; sub-batches and plans are fully built, then frozen, so that the executor and
+the timeline can trust what they read. Called by the scheduler (builds), the executor (runs), the engine (commits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Iterator, Literal
+
+Device = Literal["gpu", "cpu"]  # where a request's KV lives: the GPU pool or the CPU pool, never split between them
+OTHER: dict[Device, Device] = {"gpu": "cpu", "cpu": "gpu"}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn. Temperature 0 is greedy; `top_p` keeps the smallest set of tokens of that mass."""
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way to its answer.
+
+    `num_computed` tokens have their KV in blocks `block_table` of pool `device`. A prefill computes the tokens after
+    them; a decode is the prefill of one last token. A request that lost its KV starts again from `num_computed` 0
+    and prefills its prompt and its output so far.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    arrival_s: float = 0.0
+    output: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)  # when each output token was committed
+    first_scheduled_s: float | None = None
+    finished_s: float | None = None
+    finish_reason: str | None = None  # stop, length, cancelled, failed
+    device: Device = "gpu"
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_swaps: int = 0
+    num_recomputes: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most tokens whose KV it can ever hold: the last output token is sampled, never fed back."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
+    def token(self, i: int) -> int:
+        return self.prompt[i] if i < len(self.prompt) else self.output[i - len(self.prompt)]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens `start` to `start + length` of one request in one iteration. `length` 1 at the end is a decode."""
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens it attends to, itself included."""
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last logits give a token (a chunk in the middle of a prompt gives none)."""
+        return self.seq_len == self.request.num_tokens
+
+
+@dataclass(frozen=True)
+class SubBatch:
+    """What goes through the layers together: linear stages as one, attention split by where the KV lives."""
+
+    prefills: tuple[Work, ...] = ()
+    gpu_decodes: tuple[Work, ...] = ()
+    cpu_decodes: tuple[Work, ...] = ()
+
+    def __iter__(self) -> Iterator[Work]:
+        """In the order of the rows of every tensor of this sub-batch."""
+        yield from self.prefills
+        yield from self.gpu_decodes
+        yield from self.cpu_decodes
+
+    def __len__(self) -> int:
+        return len(self.prefills) + len(self.gpu_decodes) + len(self.cpu_decodes)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(w.length for w in self)
+
+
+@dataclass(frozen=True)
+class Move:
+    """One request's KV from the blocks of one pool to those of the other: a swap-out if the target is the CPU."""
+
+    request: Request
+    target: Device
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """One iteration, decided. `moves` run first and in order: a later one may reuse what an earlier one freed."""
+
+    mode: str
+    batches: tuple[SubBatch, ...]
+    moves: tuple[Move, ...] = ()
+    why: tuple[str, ...] = ()  # one sentence for each decision, for people
+
+    def __bool__(self) -> bool:
+        return bool(self.moves) or any(len(b) for b in self.batches)
+
+    @property
+    def work(self) -> Iterator[Work]:
+        for batch in self.batches:
+            yield from batch
