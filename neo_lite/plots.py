@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
 
 from neo_lite.config import NeoLiteError
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 SOURCES = ("measured", "recorded", "simulated", "paper")
 COLORS = {"gpu": "#2f6db5", "cpu": "#d9822b", "link": "#5a9e5a", "idle": "#d0d0d0", "paper": "#555555"}
-STYLE = {
+STYLE: Any = {
     "figure.figsize": (6.4, 3.6),
     "figure.dpi": 90,
     "axes.spines.top": False,
@@ -21,6 +23,8 @@ STYLE = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+}
+SVG: Any = {
     "svg.fonttype": "none",  # text stays text: small files that can be searched
     "svg.hashsalt": "neo-lite",  # the same figure gives the same bytes
 }
@@ -28,8 +32,6 @@ STYLE = {
 
 def use_style() -> None:
     """Sets the style for the figures of this process."""
-    import matplotlib
-
     matplotlib.rcParams.update(STYLE)
 
 
@@ -46,6 +48,6 @@ def save_figure(fig: Figure, name: str, source: str, note: str = "") -> Path:
     path = Path(os.environ.get("NEO_LITE_FIGURES", "figures")) / name
     path = path if path.suffix == ".png" else path.with_name(f"{path.name}.svg")
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if path.suffix == ".svg" else {}
-    fig.savefig(path, bbox_inches="tight", metadata=metadata)
+    with matplotlib.rc_context(SVG):
+        fig.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else {})
     return path

@@ -20,7 +20,7 @@ except ImportError:
 try:
     import tomllib
 except ImportError:  # Python 3.10
-    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+    from pip._vendor import tomli as tomllib
 
 KEPT = ("torch", "torchvision", "torchaudio", "triton", "numpy", "ipywidgets")
 

@@ -44,29 +44,18 @@ def clean_output(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook as it is committed: see the module's docstring. Streams that follow each other become one."""
+    """The notebook as it is committed: see the module's docstring."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({"tags": tags} if (tags := cell.metadata.get("tags")) else {})
         if cell.cell_type != "code":
             continue
-        outputs = [clean_output(output) for output in merge_streams(cell.outputs)]
+        outputs = [clean_output(output) for output in cell.outputs]
         cell.outputs = [output for output in outputs if output.get("text") or output.get("data")]
         size = sum(len(str(output)) for output in cell.outputs)
         if size > MAX_OUTPUT_BYTES:
             raise SystemExit(f"the output of the cell {cell.source.splitlines()[0]!r} has {size} bytes: draw less")
     return notebook
-
-
-def merge_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """stdout and stderr arrive in pieces whose borders depend on timing: one output per run of the same stream."""
-    merged: list[nbformat.NotebookNode] = []
-    for output in outputs:
-        if merged and output.get("name") and merged[-1].get("name") == output.get("name"):
-            merged[-1].text += output.text
-        else:
-            merged.append(output)
-    return merged
 
 
 def publish(out: Path, notebooks: Path, figures: Path) -> list[Path]:

@@ -9,6 +9,7 @@ A notebook that fails does not stop the others; the exit code is 1 and the table
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -45,7 +46,9 @@ def notebook_sources(folder: Path, names: list[str]) -> list[Path]:
     sources = sorted(folder.glob("[0-9][0-9]_*.py"))
     unknown = [name for name in names if not any(source.stem.startswith(name) for source in sources)]
     if unknown:
-        raise SystemExit(f"no notebook named {unknown[0]!r} in {folder}: there are {', '.join(s.stem for s in sources)}")
+        raise SystemExit(
+            f"no notebook named {unknown[0]!r} in {folder}: there are {', '.join(s.stem for s in sources)}"
+        )
     return [source for source in sources if not names or source.stem.startswith(tuple(names))]
 
 
@@ -82,18 +85,24 @@ class Session:
         self.cells = notebook.cells
         self.client = NotebookClient(
             notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}},
-            record_timing=False,
+            record_timing=False, coalesce_streams=True, extra_arguments=["--log-level=40"],
         )  # fmt: skip
 
     def ask(self, code: str, index: int) -> str:
-        """Runs code beside the notebook (its outputs stay as they are) and returns what it printed."""
-        cell = nbformat.v4.new_code_cell(code)
-        self.client.execute_cell(cell, index, store_history=False)
+        """Runs code beside the notebook, whose cells stay as they are; returns what it printed, or its error."""
+        cell, kept = nbformat.v4.new_code_cell(code), self.cells[index]
+        try:
+            self.client.execute_cell(cell, index, store_history=False)
+        except CellExecutionError as error:
+            return f"{error.ename}: {error.evalue}\n"
+        finally:
+            self.cells[index] = kept  # the client puts what it runs in this place
         return "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
 
     def peak_bytes(self) -> int:
         """The most memory that the kernel's process ever held (not its children's)."""
-        pid: Any = getattr(self.client.km.provisioner, "pid", None)
+        provisioner = self.client.km.provisioner if self.client.km else None
+        pid: Any = getattr(provisioner, "pid", None)
         status = Path(f"/proc/{pid}/status")
         if status.exists():
             found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
@@ -119,8 +128,6 @@ class Session:
         return problems
 
     def _verdicts(self) -> dict[str, bool]:
-        import json
-
         return json.loads(self.ask(ASK_RESULTS, 0))
 
 
@@ -158,11 +165,12 @@ def execute(source: Path, out: Path, exercises: bool = False) -> Run:
     """Runs one notebook into out/notebooks and its figures into out/figures."""
     run, notebook = Run(source.stem), read_source(source)
     figures = out / "figures"
-    os.environ["NEO_LITE_FIGURES"] = str(figures)
+    inline = "module://matplotlib_inline.backend_inline"
+    environment = {**os.environ, "NEO_LITE_FIGURES": str(figures), "MPLBACKEND": inline}
     before, start_s = figure_times(figures), time.monotonic()
     session = Session(notebook, source.parent)
     try:
-        with session.client.setup_kernel():
+        with session.client.setup_kernel(env=environment):
             try:
                 run_cells(session, run, exercises)
             finally:

