@@ -1,0 +1,86 @@
+// What every rung shares: the arguments (one plain struct, filled by ctypes or carried by a CUDA host node), the number
+// formats of this build, where a token's row lies, and how a new token's K and V are stored.
+// Compiled once for each shape: -DHEAD_DIM= -DGROUP= -DBLOCK_SIZE= -DDTYPE_FLOAT16 (or _FLOAT32, _BFLOAT16), -DKV_INT8.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <vector>
+#include "simd.h"
+
+struct AttentionArgs {
+  const void *q, *k_new, *v_new;   // [batch, q_heads, HEAD_DIM]; [batch, kv_heads, HEAD_DIM] or null: appended first
+  void *k_cache, *v_cache;         // one layer: [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
+  void *k_scale, *v_scale;         // int8 only, fp16: [num_blocks, kv_heads, BLOCK_SIZE]
+  const int32_t* block_table;      // [batch, table_width]
+  const int32_t* seq_lens;         // [batch], the new token included; 0 gives zeros
+  void* out;                       // [batch, q_heads, HEAD_DIM]
+  int32_t batch, q_heads, kv_heads, table_width, num_threads;
+  float scale;                     // of the scores, 1 / sqrt(head_dim)
+  double start_s, end_s;           // when the kernel ran, by the monotonic clock: written by it
+};
+
+#if defined(DTYPE_FLOAT16)
+using T = half;
+#elif defined(DTYPE_BFLOAT16)
+using T = bf16;
+#else
+using T = float;
+#endif
+#ifdef KV_INT8
+using KV = int8_t;
+#else
+using KV = T;
+#endif
+constexpr bool INT8 = std::is_same<KV, int8_t>::value;
+constexpr int D = HEAD_DIM, G = GROUP, BS = BLOCK_SIZE;
+
+// The number of the cache row that holds token t of sequence b for a KV head; times D, the offset of its first number.
+static inline size_t row_of(const AttentionArgs& a, int b, int head, int t) {
+  return ((size_t)a.block_table[(size_t)b * a.table_width + t / BS] * a.kv_heads + head) * BS + t % BS;
+}
+static inline void store_row(const T* x, T* row, half*) { memcpy(row, x, D * sizeof(T)); }
+// int8: one scale for each token and head, so that a new token never changes an older one's numbers.
+static inline void store_row(const T* x, int8_t* row, half* scale) {
+  float most = 0;
+  for (int d = 0; d < D; d++) most = std::max(most, std::fabs(to_float(x[d])));
+  from_float(most / 127, scale);
+  const float s = to_float(*scale);  // as rounded: what the reader will multiply with
+  for (int d = 0; d < D; d++) row[d] = s > 0 ? std::lrint(std::min(127.f, std::max(-127.f, to_float(x[d]) / s))) : 0;
+}
+// Stores the new token's K and V at position seq_len - 1 of sequence b.
+static inline void append(const AttentionArgs& a, int b) {
+  if (!a.k_new || !a.seq_lens[b]) return;
+  for (int h = 0; h < a.kv_heads; h++) {
+    const size_t row = row_of(a, b, h, a.seq_lens[b] - 1), source = ((size_t)b * a.kv_heads + h) * D;
+    store_row((const T*)a.k_new + source, (KV*)a.k_cache + row * D, (half*)a.k_scale + row);
+    store_row((const T*)a.v_new + source, (KV*)a.v_cache + row * D, (half*)a.v_scale + row);
+  }
+}
+
+static void attention(const AttentionArgs& a);  // each rung's own
+static double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+extern "C" {
+void neo_attention(void* args) noexcept {
+  AttentionArgs& a = *(AttentionArgs*)args;
+  a.start_s = now_s();
+  attention(a);
+  a.end_s = now_s();
+}
+int neo_args_size() { return sizeof(AttentionArgs); }
+const char* neo_isa() { return ISA; }
+// Cheap enough for every call: 0, or the first sequence that is wrong: b + 1 for its length, -(b + 1) for a block number.
+int neo_check(const void* args, int64_t num_blocks) {
+  const AttentionArgs& a = *(const AttentionArgs*)args;
+  for (int b = 0; b < a.batch; b++) {
+    const int64_t len = a.seq_lens[b];
+    if (len < 0 || len > (int64_t)a.table_width * BS) return b + 1;
+    for (int i = 0; i * (int64_t)BS < len; i++) {
+      const int32_t block = a.block_table[(size_t)b * a.table_width + i];
+      if (block < 0 || block >= num_blocks) return -(b + 1);
+    }
+  }
+  return 0;
+}
+}

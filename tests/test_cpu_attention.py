@@ -1,0 +1,143 @@
+"""The CPU kernels against float64, their arguments' checks, and every way that a build can go wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neo_lite.config import NeoLiteError
+from neo_lite.cpu_attention import RUNGS, KernelSpec, load_kernel
+
+TINY = KernelSpec(16, 2, 16, "float32")
+
+
+def reference(q, k, v, table, lens):  # type: ignore[no-untyped-def]
+    """Decode attention in float64, one sequence and one block at a time."""
+    out = torch.zeros_like(q, dtype=torch.float64)
+    group, block_size = q.shape[1] // k.shape[1], k.shape[2]
+    for b, n in enumerate(lens.tolist()):
+        blocks = table[b, : -(-n // block_size)].long()
+        keys, values = (c[blocks].double().transpose(0, 1).flatten(1, 2)[:, :n].repeat_interleave(group, 0) for c in (k, v))
+        scores = torch.einsum("hd,htd->ht", q[b].double(), keys) * q.shape[2] ** -0.5
+        if n:
+            out[b] = torch.einsum("ht,htd->hd", scores.softmax(-1), values)
+    return out
+
+
+def case(spec, lens, kv_heads=2, seed=0, size=1.0):  # type: ignore[no-untyped-def]
+    """Random q, caches with blocks in random order and NaN in every slot that no token has, table, lengths."""
+    rng = torch.Generator().manual_seed(seed)
+    block, width = spec.block_size, max([-(-n // spec.block_size) for n in lens], default=0)
+    dtype = getattr(torch, spec.dtype)
+    table = torch.randperm(len(lens) * width + 3, generator=rng)[: len(lens) * width].reshape(len(lens), width).int()
+    k, v = (torch.full((len(lens) * width + 3, kv_heads, block, spec.head_dim), torch.nan, dtype=dtype) for _ in "kv")
+    for b, n in enumerate(lens):
+        for i, start in enumerate(range(0, n, block)):
+            rows = min(block, n - start)
+            for cache in (k, v):
+                cache[table[b, i], :, :rows] = (torch.randn(kv_heads, rows, spec.head_dim, generator=rng) * size).to(dtype)
+    q = (torch.randn(len(lens), kv_heads * spec.group, spec.head_dim, generator=rng) * size).to(dtype)
+    return q, k, v, table, torch.tensor(lens, dtype=torch.int32)
+
+
+def check(spec, out, expected):  # type: ignore[no-untyped-def]
+    """1e-5 in fp32; in fp16 and bf16 2e-4 beyond the rounding of the output itself (a half unit in its last place)."""
+    unit = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}[spec.dtype]
+    beyond = ((out.double() - expected).abs() - unit * expected.abs()).clamp(min=0).norm() / expected.norm().clamp(min=1e-30)
+    assert torch.isfinite(out).all()
+    assert beyond < (1e-5 if spec.dtype == "float32" else 2e-4)
+    assert (out.double() - expected).norm() <= (1e-5 if spec.dtype == "float32" else 2e-3) * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_rung_equals_float64(rung: str, dtype: str) -> None:
+    spec = KernelSpec(64, 3, 16, dtype, rung=rung)
+    inputs = case(spec, [1, 2, 0, 15, 16, 17, 255, 256, 257, 1000])
+    out = load_kernel(spec)(*inputs, num_threads=2)
+    check(spec, out, reference(*inputs))
+    assert (out[2] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim,group,block_size", [
+    (64, 1, 256), (80, 8, 16), (96, 1, 8), (128, 4, 16), (128, 1, 32), (256, 7, 64), (24, 5, 12), (48, 2, 1), (64, 71, 16),
+])  # fmt: skip
+def test_any_shape_equals_float64(head_dim: int, group: int, block_size: int, dtype: str) -> None:
+    spec = KernelSpec(head_dim, group, block_size, dtype)
+    inputs = case(spec, [1, 7, 8, 9, 300, 511, 512, 513, 4097], kv_heads=1)
+    check(spec, load_kernel(spec)(*inputs, num_threads=3), reference(*inputs))
+
+
+@given(lens=st.lists(st.integers(0, 700), max_size=6), threads=st.integers(1, 4), seed=st.integers(0, 99))
+def test_any_lengths_equal_float64(lens: list[int], threads: int, seed: int) -> None:
+    inputs = case(TINY, lens, seed=seed)
+    check(TINY, load_kernel(TINY)(*inputs, num_threads=threads), reference(*inputs))
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_extreme_logits_are_no_nan(rung: str) -> None:
+    spec = KernelSpec(64, 3, 16, "float16", rung=rung)
+    inputs = case(spec, [1, 100, 300], size=1000.0)
+    check(spec, load_kernel(spec)(*inputs, num_threads=2), reference(*inputs))
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_new_token_is_stored_first(rung: str) -> None:
+    spec = KernelSpec(64, 3, 16, "float16", rung=rung)
+    q, k, v, table, lens = case(spec, [1, 17, 300, 0])
+    expected = reference(q, k, v, table, lens)
+    news = []
+    for cache in (k, v):
+        last = [cache[table[b, max(n - 1, 0) // 16], :, max(n - 1, 0) % 16].clone() for b, n in enumerate(lens.tolist())]
+        news.append(torch.stack(last))
+    wiped = [c.clone() for c in (k, v)]
+    for cache in wiped:
+        for b, n in enumerate(lens.tolist()[:3]):
+            cache[table[b, (n - 1) // 16], :, (n - 1) % 16] = torch.nan
+    check(spec, load_kernel(spec)(q, *wiped, table, lens, num_threads=2, k_new=news[0], v_new=news[1]), expected)
+    assert torch.equal(wiped[0].nan_to_num(), k.nan_to_num()) and torch.equal(wiped[1].nan_to_num(), v.nan_to_num())
+
+
+BAD = {
+    "q has shape": lambda a: a.update(q=a["q"][:, :1].contiguous()),
+    "q is float64": lambda a: a.update(q=a["q"].double()),
+    "k_cache has shape": lambda a: a.update(k_cache=a["k_cache"][:, :, :8].contiguous()),
+    "v_cache has shape": lambda a: a.update(v_cache=a["v_cache"][:2]),
+    "v_cache has strides": lambda a: a.update(v_cache=a["v_cache"].transpose(2, 3).contiguous().transpose(2, 3)),
+    "block_table is int64": lambda a: a.update(block_table=a["block_table"].long()),
+    "block_table[1] holds block -1": lambda a: a["block_table"][1].fill_(-1),
+    "block_table[0] holds block 99": lambda a: a["block_table"][0].fill_(99),
+    "seq_lens has shape": lambda a: a.update(seq_lens=a["seq_lens"][:1]),
+    "seq_lens[1] is 99": lambda a: a["seq_lens"][1].fill_(99),
+    "seq_lens[0] is -1": lambda a: a["seq_lens"][0].fill_(-1),
+    "k_scale is given": lambda a: a.update(k_scale=torch.ones(2, 2, 16, dtype=torch.float16)),
+    "v_new is missing": lambda a: a.update(k_new=torch.zeros(2, 2, 16)),
+    "out has shape": lambda a: a.update(out=torch.zeros(1, 4, 16)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_argument_is_named_before_anything_is_touched(message: str) -> None:
+    q, k, v, table, lens = case(TINY, [16, 20])
+    arguments = dict(q=q, k_cache=k, v_cache=v, block_table=table, seq_lens=lens)
+    BAD[message](arguments)
+    with pytest.raises(NeoLiteError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        load_kernel(TINY)(**arguments)
+
+
+def test_entries_beyond_a_length_may_be_anything() -> None:
+    q, k, v, table, lens = case(TINY, [16, 64])
+    table[0, 1:] = -1
+    check(TINY, load_kernel(TINY)(q, k, v, table, lens), reference(q, k, v, table, lens))
+
+
+@pytest.mark.parametrize("fields", [
+    dict(head_dim=20), dict(group=0), dict(block_size=0), dict(dtype="int8"), dict(kv_dtype="float16"), dict(rung="fast"),
+])  # fmt: skip
+def test_bad_spec_is_named(fields: dict) -> None:
+    with pytest.raises(NeoLiteError, match=str(next(iter(fields.values())))):
+        KernelSpec(**{**dict(head_dim=64, group=1, block_size=16, dtype="float32"), **fields})
