@@ -68,6 +68,7 @@ def gathered_decode(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # t
 
 def cpu_kernel_decode(q, k, v, k_cache, v_cache, view: View, threads: int = 0) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """The same, on host tensors, through the C++ kernel: each byte of KV is read once, in place."""
+    q = q.contiguous()  # a part of the fused QKV projection is a view of it
     return kernel_for(q, k_cache)(q, k_cache, v_cache, view.block_table, view.seq_lens, num_threads=threads)
 
 

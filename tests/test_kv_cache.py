@@ -1,0 +1,63 @@
+"""Both pools: what is stored comes back, a swap moves a request whole or layer by layer and touches nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neo_lite.config import MODELS, EngineConfig, NeoLiteError
+from neo_lite.kv_cache import KVCache, host_tensor
+from neo_lite.request import Move, Request
+
+TINY = MODELS["tiny"]
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16])
+def cache(request):
+    config = EngineConfig(block_size=4, gpu_kv_tokens=32, cpu_kv_tokens=48)
+    cache = KVCache(TINY, config, request.param, torch.device("cpu"))
+    for pool in cache.pools.values():
+        pool.k.fill_(torch.nan), pool.v.fill_(torch.nan)
+    return cache
+
+
+def test_layout(cache):
+    assert cache.pools["gpu"].k.shape == (2, 8, 2, 4, 16) and cache.pools["cpu"].v.shape == (2, 12, 2, 4, 16)
+
+
+def test_store_writes_each_token_in_its_slot_and_no_other(cache):
+    pool = cache.pools["gpu"]
+    k, v = (torch.randn(3, 2, 16).to(pool.k.dtype) for _ in "kv")
+    pool.store(1, k, v, torch.tensor([0, 7, 30]))
+    for i, (block, place) in enumerate([(0, 0), (1, 3), (7, 2)]):
+        assert torch.equal(pool.k[1, block, :, place], k[i]) and torch.equal(pool.v[1, block, :, place], v[i])
+    assert (~pool.k.isnan()).sum() == k.numel() and pool.k[0].isnan().all()
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_swap_moves_whole_blocks_and_only_those(cache, target):
+    source, to = ("gpu", "cpu") if target == "cpu" else ("cpu", "gpu")
+    for tensor in (cache.pools[source].k, cache.pools[source].v):
+        tensor.copy_(torch.randn(tensor.shape))
+    before = cache.pools[source].k.clone()
+    move = Move(Request(0, (1,)), target, (5, 1, 3), (2, 7, 0))
+    cache.swap_layer(move, 1)
+    assert cache.pools[to].k[0].isnan().all(), "one layer is one layer"
+    cache.swap(move)
+    for a, b in zip(move.source_blocks, move.target_blocks, strict=True):
+        assert torch.equal(cache.pools[to].k[:, b], cache.pools[source].k[:, a])
+        assert torch.equal(cache.pools[to].v[:, b], cache.pools[source].v[:, a])
+    assert cache.pools[to].k[:, 1].isnan().all() and torch.equal(cache.pools[source].k, before)
+
+
+def test_host_tensor_is_zeroed_aligned_and_shaped():
+    tensor = host_tensor((3, 5), torch.bfloat16)
+    assert tensor.shape == (3, 5) and tensor.dtype == torch.bfloat16 and not tensor.any()
+    assert tensor.data_ptr() % (2 << 20) == 0
+    tensor += 1
+    assert tensor.sum() == 15
+
+
+def test_a_pool_that_does_not_fit_is_refused_before_it_is_touched():
+    with pytest.raises(NeoLiteError, match=r"cpu KV pool of \d+ tokens.*needs .* GiB but .* GiB are available"):
+        KVCache(MODELS["llama-2-7b"], EngineConfig(gpu_kv_tokens=16, cpu_kv_tokens=10**9), torch.float16, torch.device("cpu"))

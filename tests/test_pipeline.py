@@ -1,0 +1,252 @@
+"""The whole way, against transformers: same greedy tokens, same logits, in every mode, placement and batch.
+
+Every slot of both pools starts as NaN, so that reading KV that the request does not own cannot go unseen; the
+timeline says which backend served each request, so that no mode can be a label over another's path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from neo_lite import checkpoint
+from neo_lite.config import EngineConfig
+from neo_lite.engine import Engine
+from neo_lite.model import Llama, load_model
+from neo_lite.pipeline import Pipeline, build_engine
+from neo_lite.request import Request, SamplingParams
+from neo_lite.timeline import Timeline
+
+MODES = ("gpu-only", "simple")
+DECODE_BACKEND = {"gpu-only": "gathered_decode", "simple": "cpu_kernel_decode"}
+PROMPTS = (
+    "Gravity is",
+    "Once upon a time",
+    "The three laws of thermodynamics say that",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Q: What is the capital of France?\nA:",
+    "In 1969, two people walked on the Moon. " * 4,
+    "A list of prime numbers: 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71,",
+    "Water boils at 100 degrees Celsius at sea level, but on a high mountain the pressure is lower, so " * 3,
+)
+
+
+def poisoned(model: Llama, mode: str, **changes) -> Engine:
+    timeline = Timeline()
+    engine = build_engine(model, EngineConfig(mode=mode, **changes), timeline)
+    for pool in engine.executor.cache.pools.values():
+        pool.k.fill_(torch.nan), pool.v.fill_(torch.nan)
+    return engine
+
+
+def generate(engine: Engine, prompts: list[list[int]], count: int) -> list[Request]:
+    sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+    requests = [engine.add(p, sampling) for p in prompts]
+    engine.run()
+    return requests
+
+
+def assert_served_by(engine: Engine, mode: str, requests: list[Request]) -> None:
+    """Each request's decodes, in each layer, ran on this mode's backend and on no other."""
+    served: dict[int, set[str]] = {r.id: set() for r in requests}
+    for event in engine.timeline.events:
+        if event.name in ("gpu_attn", "cpu_attn"):
+            for request in event.args["requests"]:
+                served[request].add(event.args["backend"])
+    assert served == {r.id: {DECODE_BACKEND[mode]} for r in requests}
+
+
+def hf_greedy(hf: LlamaForCausalLM, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of transformers and the logits [count, vocabulary] that chose them, in one pass of its generate."""
+    with torch.inference_mode():
+        out = hf.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=count, min_new_tokens=count,
+            do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0, eos_token_id=-1,
+        )  # fmt: skip
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()
+
+
+class LogitRecorder:
+    """Keeps the logits of every iteration, by request."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.by_request: dict[int, list[torch.Tensor]] = {}
+        inner = pipeline.logits
+
+        def logits(rows):
+            out = inner(rows)
+            for request, row in zip(rows.samples, out, strict=True):
+                self.by_request.setdefault(request.id, []).append(row.cpu())
+            return out
+
+        pipeline.logits = logits
+
+
+# ---- SmolLM2, trained weights ----
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Llama:
+    return load_model("smollm2", "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2) -> list[tuple[list[int], torch.Tensor]]:
+    """transformers' own reading of the same file, and its own greedy decoding."""
+    path = checkpoint.open_checkpoint("smollm2").path
+    hf = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return [hf_greedy(hf, smollm2.tokenizer.encode(p), 64) for p in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2) -> list[list[int]]:
+    return [smollm2.tokenizer.encode(p) for p in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_smollm2_alone(smollm2, expected, prompts, mode, compiler):
+    for prompt, (tokens, logits) in zip(prompts, expected, strict=True):
+        engine = poisoned(smollm2, mode)
+        recorder = LogitRecorder(engine.executor)
+        (request,) = generate(engine, [prompt], 64)
+        assert request.output == tokens
+        assert (torch.stack(recorder.by_request[0]) - logits).abs().max() < 1e-4
+        assert_served_by(engine, mode, [request])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_smollm2_batched(smollm2, expected, prompts, mode, compiler):
+    engine = poisoned(smollm2, mode, block_size=16)
+    recorder = LogitRecorder(engine.executor)
+    requests = generate(engine, prompts, 64)
+    assert [r.output for r in requests] == [tokens for tokens, _ in expected]
+    for i, (_, logits) in enumerate(expected):
+        assert (torch.stack(recorder.by_request[i]) - logits).abs().max() < 1e-4
+    assert_served_by(engine, mode, requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_smollm2_in_a_pool_so_small_that_requests_are_swapped(smollm2, expected, prompts, mode, compiler):
+    home, other = ("gpu", "cpu") if mode == "gpu-only" else ("cpu", "gpu")
+    engine = poisoned(smollm2, mode, **{f"{home}_kv_tokens": 400, f"{other}_kv_tokens": 300})
+    requests = generate(engine, prompts, 64)
+    assert [r.output for r in requests] == [tokens for tokens, _ in expected]
+    assert sum(r.num_swaps for r in requests) >= 2
+    assert_served_by(engine, mode, requests)
+
+
+@pytest.mark.slow
+def test_without_the_unpermutation_the_tokens_are_wrong(expected, prompts, monkeypatch):
+    """A test of the test: llama.cpp's row order gives a fluent model that says something else."""
+    monkeypatch.setattr(checkpoint, "unpermute_rope_rows", lambda weight, num_heads: weight)
+    wrong = load_model("smollm2", "cpu", "float32")
+    outputs = [generate(poisoned(wrong, "gpu-only"), [p], 16)[0].output for p in prompts[:2]]
+    assert all(output != tokens[:16] for output, (tokens, _) in zip(outputs, expected, strict=False))
+
+
+# ---- Every kind of Llama, tiny and random ----
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHAPES = {
+    "1:1, head_dim 64": dict(num_attention_heads=2, num_key_value_heads=2, head_dim=64),
+    "3:1, head_dim 80": dict(num_attention_heads=3, num_key_value_heads=1, head_dim=80),
+    "8:1, head_dim 96": dict(num_attention_heads=8, num_key_value_heads=1, head_dim=96),
+    "2:1, head_dim 128": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=128),
+    "1:1, head_dim 256": dict(num_attention_heads=1, num_key_value_heads=1, head_dim=256),
+    "tied": dict(tie_word_embeddings=True),
+    "biases": dict(attention_bias=True, mlp_bias=True),
+    "head_dim not hidden / heads": dict(num_attention_heads=3, num_key_value_heads=3, head_dim=16),
+    "llama3 rope": dict(rope_parameters={**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 5e5}),
+}
+
+
+def tiny_folder(folder: Path, changes: dict) -> LlamaForCausalLM:
+    """A random Llama saved by transformers, with weights large enough that its tokens vary."""
+    torch.manual_seed(len(str(changes)))
+    shape = dict(vocab_size=99, hidden_size=96, intermediate_size=96, num_hidden_layers=2, max_position_embeddings=256,
+                 num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    hf = LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
+    for name, parameter in hf.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
+    hf.save_pretrained(folder)
+    return hf
+
+
+def load_folder(folder: Path) -> Llama:
+    opened = checkpoint.open_checkpoint(str(folder))
+    return Llama(opened.config, torch.float32, torch.device("cpu")).load(opened)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_tiny_llamas_of_every_kind(tmp_path, kind, compiler):
+    hf = tiny_folder(tmp_path, SHAPES[kind])
+    model = load_folder(tmp_path)
+    prompts = [[5], [7, 8, 9], list(range(1, 40))]
+    expected = [hf_greedy(hf, p, 24) for p in prompts]
+    assert len({t for tokens, _ in expected for t in tokens}) > 8, "a model that repeats one token proves little"
+    for mode in MODES:
+        for changes in ({}, {"block_size": 4, "gpu_kv_tokens": 100, "cpu_kv_tokens": 100, "max_batched_tokens": 8}):
+            engine = poisoned(model, mode, **changes)
+            recorder = LogitRecorder(engine.executor)
+            requests = generate(engine, prompts, 24)
+            for i, (tokens, logits) in enumerate(expected):
+                assert requests[i].output == tokens
+                assert (torch.stack(recorder.by_request[i]) - logits).abs().max() < 1e-4
+            assert_served_by(engine, mode, requests)
+
+
+def test_a_seed_gives_the_same_sampled_tokens_alone_and_in_a_batch(tmp_path):
+    tiny_folder(tmp_path, {})
+    model = load_folder(tmp_path)
+    hot = SamplingParams(max_tokens=20, temperature=1.5, top_p=0.9, seed=3, ignore_eos=True)
+    alone = build_engine(model)
+    first = alone.add([5, 6], hot)
+    alone.run()
+    together = build_engine(model)
+    others = [together.add([i, 7], dataclasses.replace(hot, seed=i)) for i in range(1, 4)]
+    again = together.add([5, 6], hot)
+    together.run()
+    assert again.output == first.output and len({tuple(r.output) for r in [*others, again]}) == 4
+
+
+def test_top_p_leaves_out_the_unlikely(tmp_path):
+    tiny_folder(tmp_path, {})
+    engine = build_engine(load_folder(tmp_path))
+    cold = engine.add([5, 6], SamplingParams(max_tokens=20, temperature=5.0, top_p=1e-6, ignore_eos=True))
+    greedy = engine.add([5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.run()
+    assert cold.output == greedy.output, "the smallest set that reaches almost nothing is the best token"
+
+
+def test_without_a_compiler_torch_serves_the_cpu_pool_and_says_so(tmp_path, monkeypatch):
+    from neo_lite import attention
+    from neo_lite.cpu_attention import CompilerMissing
+
+    def missing(*_):
+        raise CompilerMissing("no C++ compiler: 'c++' does not run; install g++ or set CXX")
+
+    monkeypatch.setattr(attention, "kernel_for", missing)
+    hf = tiny_folder(tmp_path, {})
+    with pytest.warns(UserWarning, match="install g\\+\\+ or set CXX"):
+        engine = poisoned(load_folder(tmp_path), "simple")
+    (request,) = generate(engine, [[3, 4, 5]], 12)
+    assert request.output == hf_greedy(hf, [3, 4, 5], 12)[0]
+    cpu = [e for e in engine.timeline.events if e.name == "cpu_attn"]
+    assert {e.args["backend"] for e in cpu} == {"gathered_decode"} and len(cpu) == 2 * 11
+
+
+def test_the_timeline_follows_the_layers(tmp_path, compiler):
+    tiny_folder(tmp_path, {})
+    engine = poisoned(load_folder(tmp_path), "simple")
+    generate(engine, [[3, 4, 5]], 2)
+    names = [e.name for e in engine.timeline.events]
+    layer = lambda attn: ["pre", "store", attn, "post"]  # noqa: E731
+    iteration = lambda attn: ["plan", "embed", *layer(attn) * 2, "head"]  # noqa: E731
+    assert names == [*iteration("prefill_attn"), *iteration("cpu_attn")]
