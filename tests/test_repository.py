@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,6 +18,10 @@ import yaml
 from conftest import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+sys.path.insert(0, str(ROOT / "tools"))
+import install_missing
+import setup_venv
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -272,3 +279,108 @@ def test_every_make_target_sets_itself_up() -> None:
     for target in ("reproduce", "publish", "test", "lab", "lint"):
         prerequisites = re.search(rf"^{target}:(.*)$", text, re.MULTILINE)
         assert prerequisites and re.search(r"venv-(lab|test)|lint", prerequisites.group(1)), target
+
+
+# The set-up that `make` runs
+
+
+def set_up(**variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], **variables}
+    return subprocess.run(["sh", "tools/setup.sh"], cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"PYTHON": "/bin/false"}, r"set-up: PYTHON=/bin/false is '[^\n]*': neo-lite needs Python 3.10 to 3.13"),
+        ({"PYTHON": "no-such-python"}, "set-up: PYTHON=no-such-python is '.*not found': neo-lite needs Python 3.10"),
+        ({"PATH": "{empty}"}, "set-up: no Python 3.10 to 3.13 on PATH: install one, or name it with PYTHON="),
+        ({"PATH": "{empty}", "TORCH": "system"}, "set-up: TORCH=system, but no python3 .* has torch"),
+    ],
+)
+def test_set_up_says_in_one_line_what_python_it_misses(
+    variables: dict[str, str], complaint: str, tmp_path: Path
+) -> None:
+    for tool in ("sh", "head"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or "")
+    done = set_up(**{name: value.format(empty=tmp_path) for name, value in variables.items()})
+    assert done.returncode == 1
+    assert re.fullmatch(complaint + "[^\n]*\n", done.stderr), done.stderr
+
+
+def test_make_refuses_an_unknown_torch() -> None:
+    done = subprocess.run(["make", "-n", "lab", "TORCH=sytem"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "TORCH=sytem is unknown" in done.stderr
+
+
+def venv(folder: Path, monkeypatch: pytest.MonkeyPatch) -> setup_venv.Venv:
+    """An empty environment of a repository in `folder`."""
+    for name in setup_venv.KEY_FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    monkeypatch.setattr(setup_venv, "ROOT", folder)
+    monkeypatch.delenv("PYTHON", raising=False)
+    made = setup_venv.Venv(".venv", "pinned", "")
+    subprocess.run([sys.executable, "-m", "venv", "--symlinks", made.path], check=True)
+    return made
+
+
+@pytest.mark.slow
+def test_set_up_completes_a_whole_environment_and_makes_a_broken_one_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = venv(tmp_path, monkeypatch)
+    assert made.why_afresh() == ""
+    made.mark.touch()
+    assert made.why_afresh() == "an earlier set-up was interrupted"
+    made.mark.unlink()
+    monkeypatch.setattr(made, "system", True)
+    assert made.why_afresh() == "it was made for another torch"
+    monkeypatch.undo()
+    moved = made.path.rename(tmp_path / "moved")
+    made.path = moved
+    assert made.why_afresh() == "the folder has been moved"
+    (moved / "pyvenv.cfg").unlink()
+    assert made.why_afresh() == "it is not whole"
+
+
+def test_stamp_holds_for_the_same_pins_and_the_extras_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_venv.subprocess, "run", lambda *arguments, **options: None)
+    made = venv(tmp_path, monkeypatch)
+    assert made.stamped_extras() == set()
+    made.python.parent.mkdir(parents=True)
+    made.python.touch()
+    made.stamp.write_text(json.dumps({"key": made.key, "extras": ["lab"]}))
+    assert made.stamped_extras() == {"lab"}
+    assert setup_venv.Venv(".venv", "pinned", "https://elsewhere").stamped_extras() == set()
+    (tmp_path / "requirements/lock.txt").write_text("torch==2.14.0\n")
+    assert setup_venv.Venv(".venv", "pinned", "").stamped_extras() == set()
+
+
+def test_missing_packages_are_installed_around_the_torch_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.11.0+cu128", "numpy": "2.0.2", "ipywidgets": "7.7.1", "transformers": "4.50.0"}
+    ran: list[str] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        ran.extend(command)
+        ran.append(Path(command[command.index("--constraint") + 1]).read_text())
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(install_missing, "installed_version", versions.get)
+    monkeypatch.setattr(install_missing.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["install_missing.py"])
+    assert install_missing.main() == 0
+    assert ran[-1] == "torch==2.11.0+cu128\nnumpy==2.0.2\nipywidgets==7.7.1\n"
+    assert {"transformers>=4.56", "gguf", "ninja"} <= set(ran)
+    assert not any(word.startswith(("torch", "numpy", "ipywidgets")) for word in ran[:-1])
+
+
+def test_a_torch_that_is_too_old_is_named_and_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(install_missing, "installed_version", {"torch": "2.4.0"}.get)
+    monkeypatch.setattr(sys, "argv", ["install_missing.py"])
+    assert install_missing.main() == 1
+    assert "needs torch>=2.8 but finds torch 2.4.0, which it does not touch" in capsys.readouterr().out

@@ -166,9 +166,7 @@ def run_quietly(command: list[object]) -> str | None:
 def run_logged(command: list[object], failure: str, remedy: str) -> None:
     """Runs with all output in the log; on failure shows the log's end and raises SetupError."""
     with open(LOG, "w") as log:
-        code = subprocess.run(
-            [str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
-        ).returncode
+        done = subprocess.run([str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
     if done.returncode:
         print(*LOG.read_text().splitlines()[-15:], sep="\n", file=sys.stderr)
         raise SetupError(f"{failure} (exit {done.returncode}, log in {LOG.relative_to(ROOT)}): {remedy}")
