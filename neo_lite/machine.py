@@ -15,7 +15,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -59,18 +58,14 @@ def total_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(
-    asked_bytes: int, what: str, available: int | None = None, unit: str = "", unit_bytes: int = 0
-) -> None:
-    """Raises NeoLiteError (asked, available, what would fit) if `what` does not fit; `unit`, `unit_bytes`: say what
-    would fit in the caller's own unit, such as tokens. `available`: bytes; None: this host's."""
+def check_memory(asked_bytes: int, what: str, available: int | None = None, unit: tuple[str, int] = ("", 0)) -> None:
+    """Raises NeoLiteError (asked, available, what would fit) unless `what` fits into `available` bytes (None: of this
+    host). `unit`: a name and its bytes, such as ("tokens", 49152), to say in it what would fit."""
     available = available_memory_bytes() if available is None else available
-    if asked_bytes <= available:
-        return
-    fits = f"{available // unit_bytes:,} {unit}" if unit_bytes else f"at most {available / GIB:.2f} GiB"
-    raise NeoLiteError(
-        f"{what} needs {asked_bytes / GIB:.2f} GiB but {available / GIB:.2f} GiB are available: {fits} would fit"
-    )
+    if asked_bytes > available:
+        fits = f"{available // unit[1]:,} {unit[0]}" if unit[1] else f"at most {available / GIB:.2f} GiB"
+        need = f"{what} needs {asked_bytes / GIB:.2f} GiB, of {available / GIB:.2f} GiB available"
+        raise NeoLiteError(f"{need}: {fits} would fit")
 
 
 def _read(path: str | Path) -> str:
@@ -123,8 +118,8 @@ def _cgroup_memory_left() -> list[int]:
         limit = (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
         usage = (_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")).strip()
         if limit.isdigit() and usage.isdigit():
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-            left.append(int(limit) - int(usage) + (int(cache[1]) if cache else 0))
+            cache = re.findall(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            left.append(int(limit) - int(usage) + max(map(int, cache), default=0))
     return left
 
 
@@ -159,7 +154,7 @@ def _version(package: str) -> str:
 def _torch() -> Any:
     try:
         return importlib.import_module("torch")
-    except ImportError:
+    except (ImportError, OSError):  # OSError: a library that it needs is missing
         return None
 
 
@@ -169,12 +164,11 @@ def gpu(partition_sms: int | None = None) -> dict[str, Any] | None:
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
-    capability = (properties.major, properties.minor)
+    card = torch.cuda.get_device_properties(0)
     return {
-        "name": properties.name, "count": torch.cuda.device_count(), "sms": properties.multi_processor_count,
-        "partition_sms": partition_sms, "memory_bytes": properties.total_memory, "capability": list(capability),
-        "cuda": torch.version.cuda, "bfloat16": capability >= (8, 0), "triton": capability >= (8, 0),
+        "name": card.name, "count": torch.cuda.device_count(), "sms": card.multi_processor_count,
+        "partition_sms": partition_sms, "memory_bytes": card.total_memory, "capability": [card.major, card.minor],
+        "cuda": torch.version.cuda,
     }  # fmt: skip
 
 
@@ -190,27 +184,21 @@ def stamp(partition_sms: int | None = None) -> dict[str, Any]:
 
 def measure_read_bandwidth(threads: int = 0, repeats: int = 5) -> dict[str, Any]:
     """Host memory's streaming read: the best of `repeats` sums over a buffer four times the last-level cache.
-
     Returns GB/s, method, threads and bytes. A sum in torch is a lower bound of what a tuned kernel reads."""
     torch = _torch()
     if torch is None:
         return {"gb_per_s": None, "method": "not measured: torch is not installed"}
     size = min(max(4 * _last_level_cache_bytes(), GIB // 4), GIB, available_memory_bytes() // 4)
-    threads, before = threads or usable_cores(), torch.get_num_threads()
+    threads, before, times_s = threads or usable_cores(), torch.get_num_threads(), []
     torch.set_num_threads(threads)
-    try:
-        buffer = torch.ones(size // 4, dtype=torch.float32)  # ones: untouched zeros would all be one cached page
-        best_s = min(_timed_s(buffer.sum) for _ in range(repeats))
-    finally:
-        torch.set_num_threads(before)
-    method = "torch sum, fp32"
-    return {"gb_per_s": round(buffer.nbytes / best_s / 1e9, 1), "method": method, "threads": threads, "bytes": size}
-
-
-def _timed_s(function: Any) -> float:
-    start_s = time.perf_counter()
-    function()
-    return time.perf_counter() - start_s
+    buffer = torch.ones(size // 4, dtype=torch.float32)  # ones: untouched zeros would all be one cached page
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        buffer.sum()
+        times_s.append(time.perf_counter() - start_s)
+    torch.set_num_threads(before)
+    speed = round(buffer.nbytes / min(times_s) / 1e9, 1)
+    return {"gb_per_s": speed, "method": "torch sum, fp32", "threads": threads, "bytes": buffer.nbytes}
 
 
 def _last_level_cache_bytes() -> int:
@@ -223,8 +211,7 @@ def compiler() -> str | None:
     """The C++ compiler's path and version: $CXX, else g++, clang++ or c++; None if there is none."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
         path = shutil.which(name.split()[0])
-        version = _run(path, "--version") if path else ""
-        if version:
+        if path and (version := _run(path, "--version")):
             return f"{path} ({version})"
     return None
 
@@ -232,68 +219,64 @@ def compiler() -> str | None:
 def kernel_build() -> str:
     """Which build of the CPU attention kernel is active for the bundled model's shape (compiles it on first use)."""
     try:
-        module = importlib.import_module("neo_lite.cpu_attention")
-        spec = module.KernelSpec(head_dim=64, group=3, block_size=16, dtype="float32")
-        return str(module.load_kernel(spec).build)
-    except ImportError as error:
-        return f"none: {error}"
-    except NeoLiteError as error:
-        return f"none, torch carries CPU attention: {error}"
+        kernels = importlib.import_module("neo_lite.cpu_attention")
+        spec = kernels.KernelSpec(head_dim=64, group=3, block_size=16, dtype="float32")
+        return kernels.load_kernel(spec).description
+    except (ImportError, NeoLiteError) as error:
+        return f"none, torch computes attention on the CPU: {error}"
 
 
 def env_report() -> dict[str, Any]:
     """Everything `python -m neo_lite env` prints; plain values for JSON."""
-    report: dict[str, Any] = stamp()
-    report["available_memory_bytes"] = available_memory_bytes()
-    report["cores"] = {"cpu_count": os.cpu_count(), "cgroup_quotas": _cpu_quotas(), "affinity": None}
-    if hasattr(os, "sched_getaffinity"):
-        report["cores"]["affinity"] = len(os.sched_getaffinity(0))
-    report["read_bandwidth"] = measure_read_bandwidth()
-    report["versions"] = {name: _version(name) for name in ("transformers", "numpy", "gguf", "ipywidgets", "ninja")}
-    report["compiler"] = compiler()
-    report["kernel"] = kernel_build()
-    report["course"] = course(report)
-    return report
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    report = {
+        **stamp(),
+        "cores": {"cpu_count": os.cpu_count(), "affinity": affinity, "cgroup_quota": min(_cpu_quotas(), default=None)},
+        "available_memory_bytes": available_memory_bytes(),
+        "read_bandwidth": measure_read_bandwidth(),
+        "versions": {name: _version(name) for name in ("transformers", "numpy", "gguf", "ipywidgets", "ninja")},
+        "compiler": compiler(),
+        "kernel": kernel_build(),
+    }
+    return {**report, "course": course(report)}
 
 
 def course(report: dict[str, Any]) -> dict[str, str]:
     """What this machine can run of the course: feature -> yes or no, and why."""
-    card = report["gpu"]
-    old = f"no: {card['name']} is below compute capability 8.0" if card else "no GPU"
-    has_torch = report["torch"] != "not installed"
-    where = f"yes, on {card['name']}" if card else "yes, on the CPU" if has_torch else "no: install torch"
+    card, torch_there = report["gpu"], report["torch"] != "not installed"
+    new, several = bool(card and card["capability"][0] >= 8), bool(card and card["count"] > 1)
+    why_not = f"no, {card['name']} is below compute capability 8.0" if card else "no GPU"
+    kernel = "no, torch computes it: install g++ or clang++, or set CXX"
     return {
-        "notebooks 00-03 and 05": where,
-        "scheduler and simulator": "yes",
-        "CPU attention in C++": "yes"
-        if report["compiler"]
-        else "no, torch carries it: install g++ or clang++, or set CXX",
-        "measured GPU timelines": "yes" if card else "no GPU: recorded measurements are shown, and labelled so",
-        "bfloat16 on the GPU": ("yes" if card["bfloat16"] else f"{old}: fp16 is used") if card else old,
-        "Triton kernels": ("yes" if card["triton"] else f"{old}: torch's SDPA is used") if card else old,
-        "tensor parallel on GPUs": f"yes, {card['count']} GPUs"
-        if card and card["count"] > 1
-        else "no: it needs 2 GPUs; 2 CPU processes stand in",
+        "scheduler, simulator": "yes",
+        "notebooks 00-03, 05": f"yes, on {card['name'] if card else 'the CPU'}" if torch_there else "no: install torch",
+        "CPU attention in C++": "yes" if report["compiler"] else kernel,
+        "GPU timelines": "yes, measured here" if card else "no GPU: recorded measurements, labelled as such",
+        "bfloat16 on the GPU": "yes" if new else f"{why_not}: fp16 there" if card else why_not,
+        "Triton kernels": "yes" if new else f"{why_not}: SDPA there" if card else why_not,
+        "tensor parallel": f"yes, on {card['count']} GPUs" if several else "no second GPU: two processes on the CPU",
     }
 
 
 def print_env(report: dict[str, Any], file: Any = None) -> None:
     """The report for a person."""
-    cores, card, bandwidth = report["cores"], report["gpu"], report["read_bandwidth"]
-    quota = min(cores["cgroup_quotas"], default=None)
+    cores, card, read = report["cores"], report["gpu"], report["read_bandwidth"]
+    limits = f"affinity {cores['affinity'] or 'unknown'}, cgroup {cores['cgroup_quota'] or 'no limit'}"
+    free = report["available_memory_bytes"] / GIB
     rows = {
-        "platform": report["platform"], "CPU": report["cpu"],
-        "usable cores": f"{report['usable_cores']} (machine {cores['cpu_count']}, affinity {cores['affinity'] or 'unknown'}, "
-                        f"cgroup {quota or 'no limit'})",
-        "memory": f"{report['ram_bytes'] / GIB:.1f} GiB, {report['available_memory_bytes'] / GIB:.1f} GiB available",
-        "memory read": f"{bandwidth['gb_per_s']} GB/s ({bandwidth['method']})",
-        "GPU": f"{card['name']}, {card['sms']} SMs, {card['memory_bytes'] / GIB:.0f} GiB, CUDA {card['cuda']}" if card else "none",
-        "python": report["python"], "torch": report["torch"], "neo_lite": report["neo_lite"], **report["versions"],
-        "compiler": report["compiler"] or "none: install g++ or clang++, or set CXX", "CPU kernel": report["kernel"],
-    }  # fmt: skip
-    file = file or sys.stdout
+        "platform": report["platform"],
+        "CPU": report["cpu"],
+        "usable cores": f"{report['usable_cores']} (machine {cores['cpu_count']}, {limits})",
+        "memory": f"{report['ram_bytes'] / GIB:.1f} GiB, {free:.1f} GiB available",
+        "memory read": f"{read['gb_per_s']} GB/s ({read['method']})",
+        "GPU": f"{card['name']}, {card['sms']} SMs, {card['memory_bytes'] / GIB:.0f} GiB" if card else "none",
+        **{name: report[name] for name in ("python", "torch", "neo_lite")},
+        **report["versions"],
+        "compiler": report["compiler"] or "none: install g++ or clang++, or set CXX",
+        "CPU kernel": report["kernel"],
+    }
     for title, value in rows.items():
         print(f"{title:14}{value}", file=file)
-    print("\nThis machine can run of the course:", file=file)
+    print("\nOf the course, this machine runs:", file=file)
     for title, value in report["course"].items():
-        print(f"  {title:26}{value}", file=file)
+        print(f"  {title:22}{value}", file=file)
