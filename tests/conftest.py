@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import settings
@@ -25,18 +26,33 @@ settings.register_profile("neo-lite", deadline=None, derandomize=bool(os.environ
 settings.load_profile("neo-lite")
 
 
-def require_tool(name: str, remedy: str = "") -> str:
-    """The path of a program; without it the test is skipped with a reason, or fails where tools are mandatory."""
-    found = shutil.which(name)
-    if found:
-        return found
-    reason = f"{name} is not on this machine" + (f": {remedy}" if remedy else "")
+def missing(reason: str) -> NoReturn:
+    """Skips with a reason, or fails where tools are mandatory."""
     if os.environ.get("NEO_LITE_REQUIRE_TOOLS") == "1":
         pytest.fail(f"{reason} (NEO_LITE_REQUIRE_TOOLS=1)", pytrace=False)
     pytest.skip(reason)
+
+
+def require_tool(name: str, remedy: str = "") -> str:
+    """The path of a program, or `missing`."""
+    found = shutil.which(name)
+    if found:
+        return found
+    missing(f"{name} is not on this machine" + (f": {remedy}" if remedy else ""))
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def compiler() -> str:
+    """The C++ compiler that the package itself would take; tests that build kernels ask for it."""
+    from neo_lite import machine
+
+    found = machine.compiler()
+    if found is None:
+        missing("no C++ compiler (CXX, c++, g++, clang++) is on this machine")
+    return found
