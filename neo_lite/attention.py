@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: one signature, four backends. Called by the pipeline, once a layer and part.
+"""Attention over a paged KV cache: one signature, five backends. Called by the pipeline, once a layer and part.
 
     backend(q, k, v, k_cache, v_cache, view) -> out
 
@@ -28,6 +28,7 @@ class View:
     query_lens: tuple[int, ...]  # new tokens of each sequence
     seq_lens: torch.Tensor  # int32 [sequences]: tokens it attends to, the new ones included
     block_table: torch.Tensor  # int32 [sequences, width]: unused entries are 0 and never read
+    max_seq_len: int = 0  # bounds seq_lens, known on the host: sizes a grid without asking the GPU
 
 
 def reference(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -59,11 +60,30 @@ def prefill(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ign
 
 
 def gathered_decode(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """A decode for each sequence: SDPA over its gathered blocks. Runs on any device and copies all it reads."""
+    """A decode for each sequence: SDPA over its gathered blocks, padded to the longest. Runs anywhere, copies all."""
     if not view.query_lens:
         return torch.empty_like(q)
-    sequences = (gather(k_cache, v_cache, view, i) for i in range(len(view.query_lens)))
-    return torch.cat([_sdpa(q[i : i + 1], keys, values, causal=False) for i, (keys, values) in enumerate(sequences)])
+    keys, values = (c[view.block_table.long()].transpose(2, 3).flatten(1, 2) for c in (k_cache, v_cache))
+    valid = torch.arange(keys.shape[1], device=q.device) < view.seq_lens[:, None]  # [sequences, width * block_size]
+    # what was never written may be NaN, and 0 x NaN is NaN: the mask alone does not keep it out
+    keys, values = (x.masked_fill_(~valid[..., None, None], 0.0).transpose(1, 2) for x in (keys, values))
+    gqa = q.shape[1] != keys.shape[1]
+    out = F.scaled_dot_product_attention(q[:, :, None], keys, values, valid[:, None, None], enable_gqa=gqa)
+    return out[:, :, 0]
+
+
+def triton_decode(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """The same in place, on a GPU with Triton (compute capability 8.0 and up)."""
+    from neo_lite.gpu_attention import paged_decode
+
+    return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens, view.max_seq_len)
+
+
+def gpu_decode_backend(device: torch.device):  # type: ignore[no-untyped-def]
+    """Triton from compute capability 8.0 on; below it, and on a machine without a GPU, gathered SDPA."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return triton_decode
+    return gathered_decode
 
 
 def cpu_kernel_decode(q, k, v, k_cache, v_cache, view: View, threads: int = 0) -> torch.Tensor:  # type: ignore[no-untyped-def]

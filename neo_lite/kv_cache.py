@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from dataclasses import dataclass
 
 import torch
 
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.machine import check_memory
-from neo_lite.request import Device, Move
+from neo_lite.request import OTHER, Device, Move
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -32,37 +33,63 @@ class KVPool:
         else:
             check_memory(num_bytes, what)
             self.k, self.v = (host_tensor(shape, dtype) for _ in range(2))
+        self._by_gpu = {}
+        if device.type == "cpu" and torch.cuda.is_available():
+            self._by_gpu = {"k": gpu_view(self.k), "v": gpu_view(self.v)}
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens] (block * block_size + place in the block)."""
+        """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens] (block * block_size + place in the block).
+
+        From the GPU into the CPU pool it is a kernel that writes pinned host memory over the link.
+        """
         blocks, places = slots // self.block_size, slots % self.block_size
-        self.k[layer][blocks, :, places] = k
-        self.v[layer][blocks, :, places] = v
+        self.seen(k.is_cuda, "k")[layer][blocks, :, places] = k
+        self.seen(k.is_cuda, "v")[layer][blocks, :, places] = v
+
+    def seen(self, by_gpu: bool, which: str) -> torch.Tensor:
+        """`k` or `v` as the GPU or as the host addresses it."""
+        return self._by_gpu[which] if by_gpu and which in self._by_gpu else getattr(self, which)
 
 
 class KVCache:
     """Both pools. On a machine without a GPU the "gpu" pool is host memory too, served by the torch backends."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_layers = model.num_layers
+        self.num_layers, self.device = model.num_layers, device
         host = torch.device("cpu")
         self.pools: dict[Device, KVPool] = {
             "gpu": KVPool(model, config.num_gpu_blocks, config.block_size, dtype, device, "gpu"),
             "cpu": KVPool(model, config.num_cpu_blocks, config.block_size, dtype, host, "cpu"),
         }
 
-    def swap(self, move: Move) -> None:
-        """Copies a whole request to its new blocks, layer by layer."""
-        for layer in range(self.num_layers):
-            self.swap_layer(move, layer)
+    def prepare(self, move: Move) -> Swap:
+        """A move whose layers can be copied one by one."""
+        source, target = self.pools[OTHER[move.target]], self.pools[move.target]
+        blocks = (torch.tensor(b, device=self.device) for b in (move.source_blocks, move.target_blocks))
+        return Swap(source, target, *blocks)
 
-    def swap_layer(self, move: Move, layer: int) -> None:
-        """Copies one layer of a request's blocks between the pools."""
-        source, target = self.pools["cpu" if move.target == "gpu" else "gpu"], self.pools[move.target]
-        from_blocks = torch.tensor(move.source_blocks, device=source.device)
-        to_blocks = torch.tensor(move.target_blocks, device=target.device)
-        for a, b in ((source.k, target.k), (source.v, target.v)):
-            b[layer].index_copy_(0, to_blocks, a[layer].index_select(0, from_blocks).to(target.device))
+    def swap(self, move: Move) -> None:
+        """Copies a whole request to its new blocks."""
+        swap = self.prepare(move)
+        for layer in range(self.num_layers):
+            swap.layer(layer)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One request's way from pool to pool. Both pools are addressed from the device that holds the index tensors."""
+
+    source: KVPool
+    target: KVPool
+    from_blocks: torch.Tensor  # int64 [blocks]
+    to_blocks: torch.Tensor
+
+    def layer(self, layer: int) -> None:
+        """Copies one layer's blocks."""
+        on_gpu = self.from_blocks.is_cuda
+        for which in ("k", "v"):
+            source, target = (pool.seen(on_gpu, which)[layer] for pool in (self.source, self.target))
+            target.index_copy_(0, self.to_blocks, source.index_select(0, self.from_blocks))
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -91,3 +118,18 @@ def _register(tensor: torch.Tensor) -> None:
     if int(cudart.cudaHostRegister(address, tensor.numel(), 0)) != 0:
         raise NeoLiteError(f"{tensor.numel() / 2**30:.1f} GiB of host memory could not be pinned: lower cpu_kv_tokens")
     weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
+
+
+class _Address:
+    """Tells torch of memory that it did not allocate, as CUDA arrays do (it knows no bfloat16: bytes)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.keep = tensor
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.numel() * tensor.itemsize,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
+        }  # fmt: skip
+
+
+def gpu_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned host tensor as a CUDA tensor over the same memory: kernels read and write it over the link."""
+    return torch.as_tensor(_Address(tensor), device="cuda").view(tensor.dtype).view(tensor.shape)

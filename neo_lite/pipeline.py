@@ -1,37 +1,36 @@
 """The executor on real devices: it takes an `IterationPlan` and runs the model's layers over it.
 
-One sub-batch through one layer:
+Each sub-batch is a generator that stops once a layer, where its CPU attention is under way, and lets the other go on:
 
-    gpu   pre_attention --- prefill_attn, gpu_attn -----------+--- post_attention
-                     |                                        |
-    d2h              +-- q, k, v --+                          |
-    cpu                            +-- append, cpu_attn --+   |
-    h2d                                                   +-- out
+    gpu   pre0 ga0 | post1 pre1 | post0 pre0 ga0 | post1 pre1 | ...      0, 1: the sub-batches
+    cpu        |---- ca0 ----|      |---- ca1 ----|  |-- ca0 ...
 
-Prefills come first in the rows of every tensor, then GPU decodes, then CPU decodes: each part is a slice. On a
-machine without CUDA the same calls run on the host, so the tokens are the same. Called by the engine.
+`post`, `pre` are the linear stages (the paper's po and pr), `ga` the attention of prefills and GPU decodes, `ca` that of
+CPU decodes, with the copies of q, k, v before and of the output after it. A join makes the compute stream wait for `ca`
+and nothing else, so with one layer's times T an iteration takes at most
+layers x max(Tl0 + Tpref0 + Tga0 + Tl1, Tca1 + Tl1, Tca0 + Tca1). One sub-batch alone is simple offloading (figure 3) or
+GPU-only. The KV of a prefill that belongs on the CPU, and requests that change pools, are copied layer by layer beside
+the compute stream. On a machine without CUDA the same calls run on the host, in the same order. Called by the engine.
 """
 
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial, update_wrapper
-from typing import Any, Callable, Iterator
+from typing import Any, Generator, Sequence
 
 import torch
 
 from neo_lite import attention
 from neo_lite.config import EngineConfig, NeoLiteError
-from neo_lite.cpu_attention import CompilerMissing
+from neo_lite.cpu_attention import CompilerMissing, Kernel
 from neo_lite.engine import Engine
 from neo_lite.kv_cache import KVCache
 from neo_lite.model import Llama, sample
-from neo_lite.request import IterationPlan, Request, SubBatch, Work
+from neo_lite.request import Device, IterationPlan, Request, SubBatch, Work
+from neo_lite.streams import Backend, Cuda, Host, Pending
 from neo_lite.timeline import Timeline
-
-Backend = Callable[..., torch.Tensor]
 
 
 class Rows:
@@ -45,135 +44,181 @@ class Rows:
         ends = torch.tensor([w.length for w in self.works]).cumsum(0) - 1
         self.samples = [w.request for w in self.works if w.samples]
         self.last = ends[[w.samples for w in self.works]].to(device)  # the row of each request that samples
-        self.parts = self._parts(batch, block_size, device)
-        self.stores = {d: _slots(pairs, d, block_size, device) for d in ("gpu", "cpu")}
-
-    def _parts(self, batch: SubBatch, block_size: int, device: torch.device) -> list[Part]:
-        parts, row = [], 0
-        for name, works in (("prefill_attn", batch.prefills), ("gpu_attn", batch.gpu_decodes), ("cpu_attn", batch.cpu_decodes)):
-            if works:
-                rows = slice(row, row := row + sum(w.length for w in works))
-                where = torch.device("cpu") if name == "cpu_attn" else device
-                parts.append(Part(name, rows, _view(works, where), [w.request.id for w in works]))
-        return parts
+        self.prefills, self.gpu_decodes, self.cpu_decodes = _parts(batch, block_size, device)
+        stored = pairs[: len(pairs) - len(batch.cpu_decodes)]  # a CPU decode's own k, v go with its q
+        self.to_gpu, self.to_cpu = (_slots(stored, pool, block_size, device) for pool in ("gpu", "cpu"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """The rows of one kind in a sub-batch, served by one attention backend."""
 
-    name: str  # prefill_attn, gpu_attn, cpu_attn
+    works: tuple[Work, ...]
     rows: slice
     view: attention.View
-    requests: list[int]
+    slots: torch.Tensor  # of its new tokens, int64
+
+    @property
+    def requests(self) -> list[int]:
+        return [w.request.id for w in self.works]
 
 
 class Pipeline:
-    """Runs plans on one model and its two KV pools. `backends` names what serves each part."""
+    """Runs plans on one model and its two KV pools."""
+
+    sample = staticmethod(sample)
 
     def __init__(self, model: Llama, config: EngineConfig, timeline: Timeline) -> None:
         self.model, self.config, self.timeline = model, config, timeline
         self.cache = KVCache(model.config, config, model.dtype, model.device)
-        self.backends: dict[str, Backend] = {
-            "prefill_attn": attention.prefill,
-            "gpu_attn": attention.gathered_decode,
-            "cpu_attn": self._cpu_backend(),
-        }
+        self.gpu_decode = attention.gpu_decode_backend(model.device)
+        self.cpu_decode, kernel = self._cpu_backend()
+        on_cuda = model.device.type == "cuda" and kernel is not None
+        self.streams = Cuda(timeline, self.cpu_decode, kernel, model.config, config) if on_cuda and kernel else Host(timeline, self.cpu_decode)
 
     @torch.inference_mode()
     def run(self, plan: IterationPlan) -> dict[int, int]:
-        """Moves first, in order; then each sub-batch through all layers. Returns request id -> next token."""
-        for move in plan.moves:
-            with self._span("d2h" if move.target == "cpu" else "h2d", "swap", requests=[move.request.id]):
-                self.cache.swap(move)
-        tokens: dict[int, int] = {}
-        for batch in plan.batches:
-            if len(batch):
-                rows = Rows(batch, self.config.block_size, self.model.device)
-                logits = self.logits(rows)
-                tokens.update(zip((r.id for r in rows.samples), sample(logits, rows.samples)))
-        return tokens
+        """One iteration: request id -> next token of each request that samples."""
+        size, device = self.config.block_size, self.model.device
+        self.streams.begin()
+        try:
+            swapped = self._swap(plan)
+            batches = [Rows(batch, size, device) for batch in plan.batches if len(batch)]
+            logits = alternate([self._layers(rows, slot, swapped) for slot, rows in enumerate(batches)])
+            requests = [r for rows in batches for r in rows.samples]
+            tokens = self.sample(torch.cat(logits), requests) if requests else []
+        finally:
+            self.streams.finish()
+        return {r.id: token for r, token in zip(requests, tokens, strict=True)}
 
-    def logits(self, rows: Rows) -> torch.Tensor:
-        """All layers over one sub-batch: float32 [requests that sample, vocabulary]."""
-        model = self.model
-        with self._span("gpu", "embed"):
+    def _layers(self, rows: Rows, slot: int, swapped: list[Any]) -> Generator[None, None, torch.Tensor]:
+        """One sub-batch through all layers; stops in each, once its CPU attention is under way. Returns the logits."""
+        model, stage = self.model, self.streams.stage
+        with stage("gpu", "embed", batch=slot):
             x, rope = model.embed(rows.tokens), model.rope(rows.positions)
         for layer in range(model.config.num_layers):
-            with self._span("gpu", "pre", layer=layer):
+            if swapped:
+                self.streams.wait(swapped[layer])
+            with stage("gpu", "pre", layer=layer, batch=slot):
                 q, k, v = model.pre_attention(layer, x, rope)
+            pending = self._start_cpu(rows.cpu_decodes, slot, layer, q, k, v)
             self._store(layer, rows, k, v)
             attn = torch.empty_like(q)
-            for part in rows.parts:
-                attn[part.rows] = self._attend(layer, part, q[part.rows], k[part.rows], v[part.rows])
-            with self._span("gpu", "post", layer=layer):
+            self._gpu_attention(rows, slot, layer, attn, q, k, v)
+            yield
+            if pending is not None:
+                attn[rows.cpu_decodes.rows] = pending()
+            with stage("gpu", "post", layer=layer, batch=slot):
                 x = model.post_attention(layer, attn, x)
-        with self._span("gpu", "head"):
+        with stage("gpu", "head", batch=slot):
             return model.head(x[rows.last])
 
+    def _start_cpu(self, part: Part, slot: int, layer: int, q, k, v) -> Pending | None:  # type: ignore[no-untyped-def]
+        if not part.works:
+            return None
+        q, k, v = (t[part.rows] for t in (q, k, v))
+        if isinstance(self.streams, Host) and q.is_cuda:  # no kernel to put on a stream: wait for torch instead
+            pending = self.streams.cpu_attention(slot, self.cache.pools["cpu"], layer, part, q.cpu(), k.cpu(), v.cpu())
+            return lambda: pending().to(self.model.device)
+        return self.streams.cpu_attention(slot, self.cache.pools["cpu"], layer, part, q, k, v)
+
+    def _gpu_attention(self, rows: Rows, slot: int, layer: int, attn, q, k, v) -> None:  # type: ignore[no-untyped-def]
+        """Prefills and GPU decodes, into their rows of `attn`."""
+        pool = self.cache.pools["gpu"]
+        for name, part, backend in (
+            ("prefill_attn", rows.prefills, attention.prefill), ("gpu_attn", rows.gpu_decodes, self.gpu_decode)
+        ):  # fmt: skip
+            if part.works:
+                what = {"backend": backend.__name__, "requests": part.requests}
+                with self.streams.stage("gpu", name, layer=layer, batch=slot, **what):
+                    new = (t[part.rows] for t in (q, k, v))
+                    attn[part.rows] = backend(*new, pool.k[layer], pool.v[layer], part.view)
+
     def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor) -> None:
-        """New keys and values to the pool where each request lives: for the CPU pool a swap-out, layer by layer."""
-        for device, (index, slots) in rows.stores.items():
-            if len(index):
-                pool = self.cache.pools[device]
-                with self._span("gpu" if device == "gpu" else "d2h", "store", layer=layer):
-                    new_k, new_v = (t[index].to(pool.device) for t in (k, v))
-                    pool.store(layer, new_k, new_v, slots.to(pool.device))
+        """New keys and values to the pool where each request lives; to the CPU's beside the compute stream."""
+        index, slots = rows.to_gpu
+        if len(index):
+            with self.streams.stage("gpu", "store", layer=layer):
+                self.cache.pools["gpu"].store(layer, k[index], v[index], slots)
+        index, slots = rows.to_cpu
+        if len(index):
+            new_k, new_v = k[index], v[index]
+            self.streams.aside("d2h", "store", lambda: self.cache.pools["cpu"].store(layer, new_k, new_v, slots), layer=layer)
 
-    def _attend(self, layer: int, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        backend = self.backends[part.name]
-        on_cpu = part.name == "cpu_attn"
-        pool = self.cache.pools["cpu" if on_cpu else "gpu"]
-        if on_cpu and q.is_cuda:
-            with self._span("d2h", "transfer", layer=layer):
-                q, k, v = q.cpu(), k.cpu(), v.cpu()
-        name = getattr(backend, "__name__", part.name)
-        with self._span("cpu" if on_cpu else "gpu", part.name, layer=layer, backend=name, requests=part.requests):
-            out = backend(q, k, v, pool.k[layer], pool.v[layer], part.view)
-        if out.device != self.model.device:
-            with self._span("h2d", "transfer", layer=layer):
-                out = out.to(self.model.device)
-        return out
+    def _swap(self, plan: IterationPlan) -> list[Any]:
+        """Starts the moves of requests between the pools; for each layer what its compute has to wait for."""
+        if not plan.moves:
+            return []
+        moves = [self.cache.prepare(move) for move in plan.moves]
+        lane = "d2h" if plan.moves[0].target == "cpu" else "h2d"
+        what = {"requests": [m.request.id for m in plan.moves]}
 
-    def _cpu_backend(self) -> Backend:
+        def swap_layer(layer: int) -> None:
+            for move in moves:
+                move.layer(layer)
+
+        layers = range(self.model.config.num_layers)
+        return [self.streams.aside(lane, "swap", partial(swap_layer, i), layer=i, **what) for i in layers]
+
+    def _cpu_backend(self) -> tuple[Backend, Kernel | None]:
         """The C++ kernel, compiled now if it is not yet; torch, with a word about it, where no compiler is found."""
         model = self.model.config
         q = torch.empty(0, model.num_heads, model.head_dim, dtype=self.model.dtype)
         try:
-            attention.kernel_for(q, self.cache.pools["cpu"].k[0])
+            kernel = attention.kernel_for(q, self.cache.pools["cpu"].k[0])
         except CompilerMissing as error:
             warnings.warn(f"{error}; until then torch computes CPU attention, at a fraction of the speed", stacklevel=3)
-            return attention.gathered_decode
+            return attention.gathered_decode, None
         backend = partial(attention.cpu_kernel_decode, threads=self.config.cpu_threads)
-        return update_wrapper(backend, attention.cpu_kernel_decode)
+        return update_wrapper(backend, attention.cpu_kernel_decode), kernel
 
-    @contextmanager
-    def _span(self, lane: str, name: str, **args: Any) -> Iterator[None]:
-        """Times a stage. On CUDA it waits for the stage's end, but only while the timeline records."""
-        wait = self.timeline.enabled and self.model.device.type == "cuda"
-        if wait:
-            torch.cuda.synchronize()
-        with self.timeline.span(lane, name, **args):
-            yield
-            if wait:
-                torch.cuda.synchronize()
+
+def alternate(batches: Sequence[Generator[None, None, torch.Tensor]]) -> list[torch.Tensor]:
+    """Runs generators in turn, each to its next stop, until all have returned; their results in order."""
+    results: dict[int, torch.Tensor] = {}
+    while len(results) < len(batches):
+        for i, batch in enumerate(batches):
+            if i not in results:
+                try:
+                    next(batch)
+                except StopIteration as end:
+                    results[i] = end.value
+    return [results[i] for i in range(len(batches))]
+
+
+def _parts(batch: SubBatch, block_size: int, device: torch.device) -> list[Part]:
+    """Prefills, GPU decodes, CPU decodes: in the order of the rows, so that each is a slice."""
+    parts, row = [], 0
+    host = torch.device("cpu")
+    for works, where in ((batch.prefills, device), (batch.gpu_decodes, device), (batch.cpu_decodes, host)):
+        pairs = [(w.request, p) for w in works for p in range(w.start, w.seq_len)]
+        rows = slice(row, row := row + len(pairs))
+        slots = torch.tensor([_slot(r, p, block_size) for r, p in pairs], dtype=torch.int64, device=where)
+        parts.append(Part(works, rows, _view(works, where), slots))
+    return parts
 
 
 def _view(works: tuple[Work, ...], device: torch.device) -> attention.View:
-    width = max(len(w.request.block_table) for w in works)
+    width = max((len(w.request.block_table) for w in works), default=0)
     tables = [w.request.block_table + [0] * (width - len(w.request.block_table)) for w in works]
-    seq_lens = torch.tensor([w.seq_len for w in works], dtype=torch.int32, device=device)
-    table = torch.tensor(tables, dtype=torch.int32, device=device)
-    return attention.View(tuple(w.length for w in works), seq_lens, table)
+    seq_lens = [w.seq_len for w in works]
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    table = torch.tensor(tables, dtype=torch.int32, device=device).view(len(works), width)
+    return attention.View(tuple(w.length for w in works), lens, table, max(seq_lens, default=0))
 
 
 def _slots(
-    pairs: list[tuple[Request, int]], pool: str, size: int, device: torch.device
+    pairs: list[tuple[Request, int]], pool: Device, size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows whose KV belongs in `pool`, and the place of each: block * block_size + offset."""
+    """The rows whose KV belongs in `pool`, and the slot of each."""
     rows = [i for i, (r, _) in enumerate(pairs) if r.device == pool]
-    slots = [r.block_table[p // size] * size + p % size for r, p in (pairs[i] for i in rows)]
-    return torch.tensor(rows, device=device), torch.tensor(slots, device=device)
+    slots = [_slot(*pairs[i], size) for i in rows]
+    return tuple(torch.tensor(x, dtype=torch.int64, device=device) for x in (rows, slots))  # type: ignore[return-value]
+
+
+def _slot(request: Request, position: int, size: int) -> int:
+    """A token's place in its pool: block * block_size + offset."""
+    return request.block_table[position // size] * size + position % size
 
 
 def build_engine(model: Llama, config: EngineConfig | None = None, timeline: Timeline | None = None, **changes: Any) -> Engine:

@@ -41,7 +41,7 @@ def test_swap_moves_whole_blocks_and_only_those(cache, target):
         tensor.copy_(torch.randn(tensor.shape))
     before = cache.pools[source].k.clone()
     move = Move(Request(0, (1,)), target, (5, 1, 3), (2, 7, 0))
-    cache.swap_layer(move, 1)
+    cache.prepare(move).layer(1)
     assert cache.pools[to].k[0].isnan().all(), "one layer is one layer"
     cache.swap(move)
     for a, b in zip(move.source_blocks, move.target_blocks, strict=True):
@@ -59,5 +59,5 @@ def test_host_tensor_is_zeroed_aligned_and_shaped():
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_it_is_touched():
-    with pytest.raises(NeoLiteError, match=r"cpu KV pool of \d+ tokens.*needs .* GiB but .* GiB are available"):
+    with pytest.raises(NeoLiteError, match=r"cpu KV pool of \d+ tokens.*needs .* GiB, of .* GiB available"):
         KVCache(MODELS["llama-2-7b"], EngineConfig(gpu_kv_tokens=16, cpu_kv_tokens=10**9), torch.float16, torch.device("cpu"))

@@ -75,15 +75,14 @@ class LogitRecorder:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.by_request: dict[int, list[torch.Tensor]] = {}
-        inner = pipeline.logits
+        inner = pipeline.sample
 
-        def logits(rows):
-            out = inner(rows)
-            for request, row in zip(rows.samples, out, strict=True):
+        def sample(logits, requests):
+            for request, row in zip(requests, logits, strict=True):
                 self.by_request.setdefault(request.id, []).append(row.cpu())
-            return out
+            return inner(logits, requests)
 
-        pipeline.logits = logits
+        pipeline.sample = sample
 
 
 # ---- SmolLM2, trained weights ----
@@ -247,6 +246,5 @@ def test_the_timeline_follows_the_layers(tmp_path, compiler):
     engine = poisoned(load_folder(tmp_path), "simple")
     generate(engine, [[3, 4, 5]], 2)
     names = [e.name for e in engine.timeline.events]
-    layer = lambda attn: ["pre", "store", attn, "post"]  # noqa: E731
-    iteration = lambda attn: ["plan", "embed", *layer(attn) * 2, "head"]  # noqa: E731
-    assert names == [*iteration("prefill_attn"), *iteration("cpu_attn")]
+    prefill, decode = ["pre", "store", "prefill_attn", "post"], ["pre", "cpu_attn", "post"]
+    assert names == ["plan", "embed", *prefill * 2, "head", "plan", "embed", *decode * 2, "head"]

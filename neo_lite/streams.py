@@ -1,0 +1,175 @@
+"""Where and when a stage runs: on the spot (`Host`), or on CUDA streams (`Cuda`). Called by the pipeline alone.
+
+The CPU is just another stream. Its attention is a chain on a CUDA stream of its own, joined to the compute stream by
+events: copy q, k, v to pinned memory; a host node, which is the kernel's entry point with a pointer to its arguments;
+copy the output back. Python only enqueues: no thread, no lock, and no wait that the data does not ask for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from contextlib import contextmanager
+from typing import Any, Callable, ContextManager, Iterator
+
+import torch
+
+from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
+from neo_lite.cpu_attention import AttentionArgs, Kernel
+from neo_lite.kv_cache import KVPool
+from neo_lite.timeline import Timeline
+
+Backend = Callable[..., torch.Tensor]
+Pending = Callable[[], torch.Tensor]  # makes the caller's stream wait for a result, and returns it
+
+
+class Host:
+    """No CUDA: every stage runs when it is called, in the order in which a GPU's streams would start it."""
+
+    def __init__(self, timeline: Timeline, decode: Backend) -> None:
+        self.timeline, self.decode = timeline, decode
+
+    def stage(self, lane: str, name: str, **args: Any) -> ContextManager[None]:
+        """Times a stage of the caller's stream."""
+        return self.timeline.span(lane, name, **args)
+
+    def aside(self, lane: str, name: str, work: Callable[[], None], **args: Any) -> Any:
+        """Runs a copy beside the compute stream, after what is enqueued there; returns what `wait` takes."""
+        with self.stage(lane, name, **args):
+            work()
+
+    def wait(self, done: Any) -> None:
+        """Everything enqueued from now on comes after `done`."""
+
+    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q, k, v) -> Pending:  # type: ignore[no-untyped-def]
+        """Starts the decodes of one part on the CPU; q, k, v as in `attention`. `slot`: 0 or 1, the sub-batch."""
+        with self.stage("cpu", "cpu_attn", layer=layer, batch=slot, **_served(part, self.decode)):
+            pool.store(layer, k, v, part.slots)
+            out = self.decode(q, k, v, pool.k[layer], pool.v[layer], part.view)
+        return lambda: out
+
+    def begin(self) -> None:
+        """Before an iteration."""
+
+    def finish(self) -> None:
+        """After it: nothing is under way any more, and the timeline has its events."""
+
+
+class Cuda:
+    """Compute on the current stream, KV copies on a second one, CPU attention on a third."""
+
+    def __init__(self, timeline: Timeline, decode: Backend, kernel: Kernel, model: ModelConfig, config: EngineConfig) -> None:
+        self.timeline, self.decode, self.kernel, self.config = timeline, decode, kernel, config
+        self.copies, self.cpu = torch.cuda.Stream(), torch.cuda.Stream()
+        dtype = getattr(torch, kernel.spec.dtype)
+        self.staging = [Staging(config.max_seqs, model, dtype) for _ in range(2)]
+        self._marks: list[tuple[str, str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
+        self._nodes: list[tuple[AttentionArgs, dict[str, Any]]] = []  # alive until their host nodes have run
+
+    @contextmanager
+    def stage(self, lane: str, name: str, **args: Any) -> Iterator[None]:
+        if not self.timeline.enabled:
+            yield
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._marks.append((lane, name, args, start, end))
+
+    def aside(self, lane: str, name: str, work: Callable[[], None], **args: Any) -> torch.cuda.Event:
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies), self.stage(lane, name, **args):
+            work()
+        return self.copies.record_event()
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(done)
+        self.cpu.wait_event(done)
+
+    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q, k, v) -> Pending:  # type: ignore[no-untyped-def]
+        """Enqueues copy, host node, copy. The caller keeps q, k, v until it has called the result."""
+        count, compute, stage = len(part.works), torch.cuda.current_stream(), self.staging[slot]
+        self.cpu.wait_stream(compute)
+        with torch.cuda.stream(self.cpu):
+            with self.stage("d2h", "transfer", layer=layer, batch=slot):
+                for source, target in ((q, stage.q), (k, stage.k), (v, stage.v)):
+                    target[:count].copy_(source, non_blocking=True)
+            args = stage.args(self.kernel, pool, layer, part, self.config.cpu_threads)
+            launch_host(self.cpu, self.kernel.entry_point, args)
+            self._nodes.append((args, {"layer": layer, "batch": slot, **_served(part, self.decode)}))
+            with self.stage("h2d", "transfer", layer=layer, batch=slot):
+                stage.out_gpu[:count].copy_(stage.out[:count], non_blocking=True)
+            done = self.cpu.record_event()
+
+        def result() -> torch.Tensor:
+            torch.cuda.current_stream().wait_event(done)
+            return stage.out_gpu[:count]
+
+        return result
+
+    def begin(self) -> None:
+        """Anchors the GPU's clock to the host's, while the timeline records."""
+        if self.timeline.enabled:
+            self._anchor = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            self._anchor.record()
+            self._anchor.synchronize()
+            self._anchor_s = time.perf_counter()
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+        for lane, name, args, start, end in self._marks:
+            start_s, end_s = (self._anchor_s + self._anchor.elapsed_time(e) / 1e3 for e in (start, end))
+            self.timeline.record(lane, name, start_s, end_s, **args)
+        for node, args in self._nodes:
+            self.timeline.record("cpu", "cpu_attn", node.start_s, node.end_s, **args)
+        self._marks.clear()
+        self._nodes.clear()
+
+
+class Staging:
+    """Pinned q, k, v and output of one sub-batch, and the output on the GPU.
+
+    One set serves all layers: the next layer's copy follows this layer's node on the same stream, and its q follows
+    the use of this layer's output on the compute stream.
+    """
+
+    def __init__(self, max_seqs: int, model: ModelConfig, dtype: torch.dtype) -> None:
+        q, kv = (max_seqs, model.num_heads, model.head_dim), (max_seqs, model.num_kv_heads, model.head_dim)
+        self.q, self.k, self.v, self.out = (torch.zeros(s, dtype=dtype, pin_memory=True) for s in (q, kv, kv, q))
+        self.out_gpu = torch.zeros(q, dtype=dtype, device="cuda")
+        self._part: Any = None
+        self._args: AttentionArgs
+
+    def args(self, kernel: Kernel, pool: KVPool, layer: int, part: Any, threads: int) -> AttentionArgs:
+        """The kernel's arguments for one layer; validated once for each part, since only the cache moves on."""
+        if part is not self._part:
+            q, k, v, out = (t[: len(part.works)] for t in (self.q, self.k, self.v, self.out))
+            view, self._part = part.view, part
+            self._args = kernel.args(
+                q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, out, k_new=k, v_new=v, num_threads=threads
+            )
+        args = AttentionArgs.from_buffer_copy(self._args)
+        args.k_cache, args.v_cache = pool.k[layer].data_ptr(), pool.v[layer].data_ptr()
+        return args
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver's own library: it is there wherever a GPU is, and needs no toolkit."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
+def launch_host(stream: torch.cuda.Stream, entry_point: int, args: AttentionArgs) -> None:
+    """Enqueues a call of a C function on a stream; `args` must live until it has run."""
+    code = _driver().cuLaunchHostFunc(stream.cuda_stream, entry_point, ctypes.addressof(args))
+    if code != 0:
+        raise NeoLiteError(f"cuLaunchHostFunc failed with code {code}: the GPU is in an error state; restart the process")
+
+
+def _served(part: Any, decode: Backend) -> dict[str, Any]:
+    return {"backend": getattr(decode, "__name__", "unknown"), "requests": part.requests}
