@@ -70,7 +70,7 @@ ifeq ($(FAST),)
 endif
 
 lab: venv-lab
-	@$(RUN) -m jupyterlab notebooks/00_tour.ipynb
+	@$(RUN) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_tour.ipynb
 
 clean:
 	rm -rf .venv .venv-system .cache out build neo_lite.egg-info

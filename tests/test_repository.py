@@ -35,10 +35,12 @@ CONTROL_PLANE = [
 ]  # fmt: skip
 DATA_PLANE = ["kv_cache", "cpu_attention", "attention", "model", "pipeline"]
 READING_PATH = CONTROL_PLANE + DATA_PLANE
-# `machine` (what hardware this is) and `checkpoint` (files of weights) are called along the way, and read when needed.
+# Called along the way and read when needed: `machine` (what hardware this is), `checkpoint` (files of weights),
+# `gpu_attention` (the Triton kernel), `streams` (CUDA's side of a stage).
 ORDER = [
-    "__init__", "config", "machine", *CONTROL_PLANE[1:], "checkpoint", *DATA_PLANE, "profiler", "parallel", "plots",
-    "exercise", "figures", "explorer", "__main__",
+    "__init__", "config", "machine", *CONTROL_PLANE[1:], "checkpoint", "kv_cache", "cpu_attention", "gpu_attention",
+    "attention", "streams", "model", "pipeline", "profiler", "parallel", "plots", "exercise", "figures", "explorer",
+    "__main__",
 ]  # fmt: skip
 NOT_YET = {"cost_model", "simulator", "profiler", "parallel", "figures", "explorer"}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
