@@ -15,10 +15,16 @@ for the other device. Each query head h uses KV head h // group_size (GQA).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from neo_lite.cpu_attention import Kernel, KernelSpec, load_kernel
+
+Backend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,12 @@ class View:
     """The sequences of one call."""
 
     query_lens: tuple[int, ...]  # new tokens of each sequence
-    seq_lens: torch.Tensor  # int32 [sequences]: tokens it attends to, the new ones included
-    block_table: torch.Tensor  # int32 [sequences, width]: unused entries are 0 and never read
+    seq_lens: Tensor  # int32 [sequences]: tokens it attends to, the new ones included
+    block_table: Tensor  # int32 [sequences, width]: unused entries are 0 and never read
     max_seq_len: int = 0  # bounds seq_lens, known on the host: sizes a grid without asking the GPU
 
 
-def reference(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def reference(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
     """The definition, one sequence and one token at a time, in float64: what the others are tested against."""
     out, row = torch.empty_like(q), 0
     group = q.shape[1] // k_cache.shape[1]
@@ -45,7 +51,7 @@ def reference(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: i
     return out
 
 
-def prefill(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def prefill(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
     """Causal attention of each prompt, or of a later chunk of one, through torch's SDPA (its flash kernel on a GPU)."""
     out, row = torch.empty_like(q), 0
     seq_lens = view.seq_lens.tolist()
@@ -59,7 +65,7 @@ def prefill(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ign
     return out
 
 
-def gathered_decode(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def gathered_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
     """A decode for each sequence: SDPA over its gathered blocks, padded to the longest. Runs anywhere, copies all."""
     if not view.query_lens:
         return torch.empty_like(q)
@@ -72,35 +78,35 @@ def gathered_decode(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # t
     return out[:, :, 0]
 
 
-def triton_decode(q, k, v, k_cache, v_cache, view: View) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def triton_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
     """The same in place, on a GPU with Triton (compute capability 8.0 and up)."""
     from neo_lite.gpu_attention import paged_decode
 
     return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens, view.max_seq_len)
 
 
-def gpu_decode_backend(device: torch.device):  # type: ignore[no-untyped-def]
+def gpu_decode_backend(device: torch.device) -> Backend:
     """Triton from compute capability 8.0 on; below it, and on a machine without a GPU, gathered SDPA."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return triton_decode
     return gathered_decode
 
 
-def cpu_kernel_decode(q, k, v, k_cache, v_cache, view: View, threads: int = 0) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def cpu_kernel_decode(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View, threads: int = 0
+) -> Tensor:
     """The same, on host tensors, through the C++ kernel: each byte of KV is read once, in place."""
     q = q.contiguous()  # a part of the fused QKV projection is a view of it
     return kernel_for(q, k_cache)(q, k_cache, v_cache, view.block_table, view.seq_lens, num_threads=threads)
 
 
-def kernel_for(q: torch.Tensor, k_cache: torch.Tensor):  # type: ignore[no-untyped-def]
+def kernel_for(q: Tensor, k_cache: Tensor) -> Kernel:
     """The build for these shapes; compiles on its first use. Raises CompilerMissing where there is no compiler."""
-    from neo_lite.cpu_attention import KernelSpec, load_kernel
-
     _, kv_heads, block_size, head_dim = k_cache.shape
     return load_kernel(KernelSpec(head_dim, q.shape[1] // kv_heads, block_size, str(q.dtype).split(".")[1]))
 
 
-def gather(k_cache: torch.Tensor, v_cache: torch.Tensor, view: View, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(k_cache: Tensor, v_cache: Tensor, view: View, i: int) -> tuple[Tensor, Tensor]:
     """K and V of sequence i as [seq_len, kv_heads, head_dim]; the tail of its last block, never written, cut off."""
     seq_len, block_size = int(view.seq_lens[i]), k_cache.shape[2]
     blocks = view.block_table[i, : -(-seq_len // block_size)].long()
@@ -108,12 +114,14 @@ def gather(k_cache: torch.Tensor, v_cache: torch.Tensor, view: View, i: int) -> 
     return k, v
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """[new, q_heads, d] x [all, kv_heads, d] -> [new, q_heads, d]; the new tokens are the last of all."""
     new, total = q.shape[0], k.shape[0]
     mask = None
     if causal and new < total:  # is_causal would align the first query with the first key
         mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.squeeze(0).transpose(0, 1)

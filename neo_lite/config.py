@@ -6,8 +6,9 @@ where no torch is installed. Who calls it: everybody.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 MODES = ("gpu-only", "simple")
@@ -73,7 +74,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 
-_LLAMA31 = dict(
+_LLAMA31: dict[str, Any] = dict(
     rope_theta=500000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), max_position=131072, vocab_size=128256,
     head_dim=128, num_kv_heads=8,
 )  # fmt: skip

@@ -6,10 +6,11 @@ Called by the command line, the notebooks and the simulator. Read `step` first.
 from __future__ import annotations
 
 import time
-from typing import Callable, Iterator, Mapping, Protocol, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
-from neo_lite.request import IterationPlan, Request, SamplingParams
+from neo_lite.request import GREEDY, IterationPlan, Request, SamplingParams
 from neo_lite.scheduler import POLICIES, Blocks
 from neo_lite.timeline import Timeline
 
@@ -34,7 +35,7 @@ class Engine:
         self.iterations = 0
         self._next_id = 0
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams()) -> Request:
+    def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Request:
         """Queues a prompt of token ids; raises NeoLiteError if it can never be answered."""
         self._check(prompt, sampling)
         request = Request(self._next_id, tuple(prompt), sampling, arrival_s=self.clock())
@@ -115,12 +116,14 @@ class Engine:
             raise NeoLiteError("the prompt is empty: give at least one token")
         if sampling.max_tokens < 1:
             raise NeoLiteError(f"max_tokens is {sampling.max_tokens}: ask for at least 1")
-        if not 0 <= sampling.temperature or not 0 < sampling.top_p <= 1:
+        if not sampling.temperature >= 0 or not 0 < sampling.top_p <= 1:
             raise NeoLiteError(
                 f"temperature {sampling.temperature} and top_p {sampling.top_p}: choose temperature >= 0, 0 < top_p <= 1"
             )
         if bad := [t for t in prompt if not 0 <= t < self.model.vocab_size]:
-            raise NeoLiteError(f"token id {bad[0]} is not in the vocabulary of {self.model.vocab_size}: check the tokenizer")
+            raise NeoLiteError(
+                f"token id {bad[0]} is not in the vocabulary of {self.model.vocab_size}: check the tokenizer"
+            )
         if total > limit:
             raise NeoLiteError(
                 f"prompt of {len(prompt)} tokens plus max_tokens {sampling.max_tokens} exceeds the model's {limit}"

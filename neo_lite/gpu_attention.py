@@ -15,7 +15,7 @@ SPLIT = 256  # tokens of one program
 
 
 @triton.jit
-def _attend(
+def _attend(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, max_ptr, sum_ptr, q_stride, width, splits, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
@@ -53,7 +53,7 @@ def _attend(
 
 
 @triton.jit
-def _merge(
+def _merge(  # type: ignore[no-untyped-def]
     out_ptr, max_ptr, sum_ptr, lens_ptr, result_ptr, splits, HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, DIM_POW2: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip

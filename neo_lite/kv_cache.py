@@ -22,7 +22,9 @@ HUGE_PAGE_BYTES = 2 << 20
 class KVPool:
     """K and V of one pool, in the model's dtype, zeroed."""
 
-    def __init__(self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, name: str) -> None:
+    def __init__(
+        self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, name: str
+    ) -> None:
         shape = (model.num_layers, num_blocks, model.num_kv_heads, block_size, model.head_dim)
         self.block_size, self.name, self.device = block_size, name, device
         num_bytes = 2 * torch.Size(shape).numel() * dtype.itemsize

@@ -7,6 +7,7 @@ Torch-free at the top, like everything above it. Who calls it: `cpu_attention` (
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib
 import importlib.metadata
 import math
@@ -138,10 +139,12 @@ def cpu_name() -> str:
 
 
 def code_version() -> str:
-    """The commit (with -dirty if files differ from it) in a checkout, else the installed package's version."""
+    """The commit (with -dirty if files differ from it) in a checkout, else the version and a hash of the sources."""
     folder = Path(__file__).parent.parent
     commit = _run("git", "-C", str(folder), "describe", "--always", "--dirty") if (folder / ".git").exists() else ""
-    return commit or _version("neo-lite")
+    sources = sorted([*Path(__file__).parent.glob("*.py"), *folder.glob("kernels/*")])
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()
+    return commit or f"{importlib.import_module('neo_lite').__version__}, sources {digest[:12]}"
 
 
 def _version(package: str) -> str:

@@ -6,7 +6,7 @@ does this module. Times in seconds; each function takes finished requests and re
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

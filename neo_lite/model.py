@@ -7,8 +7,9 @@ come tensor by tensor from `checkpoint`, q, k, v and gate, up fused, so that a l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,11 @@ class Llama:
     def _place(self, name: str) -> torch.Tensor | None:
         """Where a tensor of a transformers checkpoint goes: a whole weight, or rows of a fused one."""
         if not name.startswith("model.layers."):
-            return {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}.get(name) if name != "lm_head.weight" else self.lm_head
+            return (
+                {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}.get(name)
+                if name != "lm_head.weight"
+                else self.lm_head
+            )
         index, module, *rest = name.removeprefix("model.layers.").split(".")
         w = self.layers[int(index)]
         if not module.startswith(("self_attn", "mlp")):

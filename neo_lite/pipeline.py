@@ -16,20 +16,23 @@ the compute stream. On a machine without CUDA the same calls run on the host, in
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, update_wrapper
-from typing import Any, Generator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from neo_lite import attention
+from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cpu_attention import CompilerMissing, Kernel
 from neo_lite.engine import Engine
 from neo_lite.kv_cache import KVCache
 from neo_lite.model import Llama, sample
 from neo_lite.request import Device, IterationPlan, Request, SubBatch, Work
-from neo_lite.streams import Backend, Cuda, Host, Pending
+from neo_lite.streams import Cuda, Host, Pending
 from neo_lite.timeline import Timeline
 
 
@@ -56,7 +59,7 @@ class Part:
     works: tuple[Work, ...]
     rows: slice
     view: attention.View
-    slots: torch.Tensor  # of its new tokens, int64
+    slots: Tensor  # of its new tokens, int64
 
     @property
     def requests(self) -> list[int]:
@@ -73,8 +76,11 @@ class Pipeline:
         self.cache = KVCache(model.config, config, model.dtype, model.device)
         self.gpu_decode = attention.gpu_decode_backend(model.device)
         self.cpu_decode, kernel = self._cpu_backend()
-        on_cuda = model.device.type == "cuda" and kernel is not None
-        self.streams = Cuda(timeline, self.cpu_decode, kernel, model.config, config) if on_cuda and kernel else Host(timeline, self.cpu_decode)
+        self.streams: Host | Cuda
+        if model.device.type == "cuda" and kernel is not None:
+            self.streams = Cuda(timeline, self.cpu_decode, kernel, model.config, config)
+        else:
+            self.streams = Host(timeline, self.cpu_decode)
 
     @torch.inference_mode()
     def run(self, plan: IterationPlan) -> dict[int, int]:
@@ -91,7 +97,7 @@ class Pipeline:
             self.streams.finish()
         return {r.id: token for r, token in zip(requests, tokens, strict=True)}
 
-    def _layers(self, rows: Rows, slot: int, swapped: list[Any]) -> Generator[None, None, torch.Tensor]:
+    def _layers(self, rows: Rows, slot: int, swapped: list[Any]) -> Generator[None, None, Tensor]:
         """One sub-batch through all layers; stops in each, once its CPU attention is under way. Returns the logits."""
         model, stage = self.model, self.streams.stage
         with stage("gpu", "embed", batch=slot):
@@ -113,7 +119,7 @@ class Pipeline:
         with stage("gpu", "head", batch=slot):
             return model.head(x[rows.last])
 
-    def _start_cpu(self, part: Part, slot: int, layer: int, q, k, v) -> Pending | None:  # type: ignore[no-untyped-def]
+    def _start_cpu(self, part: Part, slot: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Pending | None:
         if not part.works:
             return None
         q, k, v = (t[part.rows] for t in (q, k, v))
@@ -122,19 +128,19 @@ class Pipeline:
             return lambda: pending().to(self.model.device)
         return self.streams.cpu_attention(slot, self.cache.pools["cpu"], layer, part, q, k, v)
 
-    def _gpu_attention(self, rows: Rows, slot: int, layer: int, attn, q, k, v) -> None:  # type: ignore[no-untyped-def]
+    def _gpu_attention(self, batch: Rows, slot: int, layer: int, attn: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Prefills and GPU decodes, into their rows of `attn`."""
         pool = self.cache.pools["gpu"]
         for name, part, backend in (
-            ("prefill_attn", rows.prefills, attention.prefill), ("gpu_attn", rows.gpu_decodes, self.gpu_decode)
+            ("prefill_attn", batch.prefills, attention.prefill), ("gpu_attn", batch.gpu_decodes, self.gpu_decode)
         ):  # fmt: skip
             if part.works:
                 what = {"backend": backend.__name__, "requests": part.requests}
                 with self.streams.stage("gpu", name, layer=layer, batch=slot, **what):
-                    new = (t[part.rows] for t in (q, k, v))
-                    attn[part.rows] = backend(*new, pool.k[layer], pool.v[layer], part.view)
+                    rows = part.rows
+                    attn[rows] = backend(q[rows], k[rows], v[rows], pool.k[layer], pool.v[layer], part.view)
 
-    def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _store(self, layer: int, rows: Rows, k: Tensor, v: Tensor) -> None:
         """New keys and values to the pool where each request lives; to the CPU's beside the compute stream."""
         index, slots = rows.to_gpu
         if len(index):
@@ -143,7 +149,9 @@ class Pipeline:
         index, slots = rows.to_cpu
         if len(index):
             new_k, new_v = k[index], v[index]
-            self.streams.aside("d2h", "store", lambda: self.cache.pools["cpu"].store(layer, new_k, new_v, slots), layer=layer)
+            self.streams.aside(
+                "d2h", "store", lambda: self.cache.pools["cpu"].store(layer, new_k, new_v, slots), layer=layer
+            )
 
     def _swap(self, plan: IterationPlan) -> list[Any]:
         """Starts the moves of requests between the pools; for each layer what its compute has to wait for."""
@@ -173,9 +181,9 @@ class Pipeline:
         return update_wrapper(backend, attention.cpu_kernel_decode), kernel
 
 
-def alternate(batches: Sequence[Generator[None, None, torch.Tensor]]) -> list[torch.Tensor]:
+def alternate(batches: Sequence[Generator[None, None, Tensor]]) -> list[Tensor]:
     """Runs generators in turn, each to its next stop, until all have returned; their results in order."""
-    results: dict[int, torch.Tensor] = {}
+    results: dict[int, Tensor] = {}
     while len(results) < len(batches):
         for i, batch in enumerate(batches):
             if i not in results:
@@ -207,9 +215,7 @@ def _view(works: tuple[Work, ...], device: torch.device) -> attention.View:
     return attention.View(tuple(w.length for w in works), lens, table, max(seq_lens, default=0))
 
 
-def _slots(
-    pairs: list[tuple[Request, int]], pool: Device, size: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _slots(pairs: list[tuple[Request, int]], pool: Device, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The rows whose KV belongs in `pool`, and the slot of each."""
     rows = [i for i, (r, _) in enumerate(pairs) if r.device == pool]
     slots = [_slot(*pairs[i], size) for i in rows]
@@ -221,7 +227,9 @@ def _slot(request: Request, position: int, size: int) -> int:
     return request.block_table[position // size] * size + position % size
 
 
-def build_engine(model: Llama, config: EngineConfig | None = None, timeline: Timeline | None = None, **changes: Any) -> Engine:
+def build_engine(
+    model: Llama, config: EngineConfig | None = None, timeline: Timeline | None = None, **changes: Any
+) -> Engine:
     """An engine on real devices: `build_engine(model, mode="simple", gpu_kv_tokens=4096)`."""
     try:
         config = replace(config or EngineConfig(), **changes)

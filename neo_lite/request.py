@@ -6,8 +6,9 @@ the timeline can trust what they read. Called by the scheduler (builds), the exe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Iterator, Literal
+from typing import Literal
 
 Device = Literal["gpu", "cpu"]  # where a request's KV lives: the GPU pool or the CPU pool, never split between them
 OTHER: dict[Device, Device] = {"gpu": "cpu", "cpu": "gpu"}
@@ -25,6 +26,9 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
+GREEDY = SamplingParams()
+
+
 @dataclass(eq=False)
 class Request:
     """One prompt on its way to its answer.
@@ -36,7 +40,7 @@ class Request:
 
     id: int
     prompt: tuple[int, ...]
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
     arrival_s: float = 0.0
     output: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)  # when each output token was committed

@@ -10,18 +10,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from contextlib import contextmanager
-from typing import Any, Callable, ContextManager, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.cpu_attention import AttentionArgs, Kernel
 from neo_lite.kv_cache import KVPool
 from neo_lite.timeline import Timeline
 
-Backend = Callable[..., torch.Tensor]
-Pending = Callable[[], torch.Tensor]  # makes the caller's stream wait for a result, and returns it
+Pending = Callable[[], Tensor]  # makes the caller's stream wait for a result, and returns it
 
 
 class Host:
@@ -30,7 +32,7 @@ class Host:
     def __init__(self, timeline: Timeline, decode: Backend) -> None:
         self.timeline, self.decode = timeline, decode
 
-    def stage(self, lane: str, name: str, **args: Any) -> ContextManager[None]:
+    def stage(self, lane: str, name: str, **args: Any) -> AbstractContextManager[None]:
         """Times a stage of the caller's stream."""
         return self.timeline.span(lane, name, **args)
 
@@ -42,7 +44,7 @@ class Host:
     def wait(self, done: Any) -> None:
         """Everything enqueued from now on comes after `done`."""
 
-    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q, k, v) -> Pending:  # type: ignore[no-untyped-def]
+    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q: Tensor, k: Tensor, v: Tensor) -> Pending:
         """Starts the decodes of one part on the CPU; q, k, v as in `attention`. `slot`: 0 or 1, the sub-batch."""
         with self.stage("cpu", "cpu_attn", layer=layer, batch=slot, **_served(part, self.decode)):
             pool.store(layer, k, v, part.slots)
@@ -59,7 +61,9 @@ class Host:
 class Cuda:
     """Compute on the current stream, KV copies on a second one, CPU attention on a third."""
 
-    def __init__(self, timeline: Timeline, decode: Backend, kernel: Kernel, model: ModelConfig, config: EngineConfig) -> None:
+    def __init__(
+        self, timeline: Timeline, decode: Backend, kernel: Kernel, model: ModelConfig, config: EngineConfig
+    ) -> None:
         self.timeline, self.decode, self.kernel, self.config = timeline, decode, kernel, config
         self.copies, self.cpu = torch.cuda.Stream(), torch.cuda.Stream()
         dtype = getattr(torch, kernel.spec.dtype)
@@ -88,7 +92,7 @@ class Cuda:
         torch.cuda.current_stream().wait_event(done)
         self.cpu.wait_event(done)
 
-    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q, k, v) -> Pending:  # type: ignore[no-untyped-def]
+    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q: Tensor, k: Tensor, v: Tensor) -> Pending:
         """Enqueues copy, host node, copy. The caller keeps q, k, v until it has called the result."""
         count, compute, stage = len(part.works), torch.cuda.current_stream(), self.staging[slot]
         self.cpu.wait_stream(compute)
@@ -103,7 +107,7 @@ class Cuda:
                 stage.out_gpu[:count].copy_(stage.out[:count], non_blocking=True)
             done = self.cpu.record_event()
 
-        def result() -> torch.Tensor:
+        def result() -> Tensor:
             torch.cuda.current_stream().wait_event(done)
             return stage.out_gpu[:count]
 
@@ -168,7 +172,9 @@ def launch_host(stream: torch.cuda.Stream, entry_point: int, args: AttentionArgs
     """Enqueues a call of a C function on a stream; `args` must live until it has run."""
     code = _driver().cuLaunchHostFunc(stream.cuda_stream, entry_point, ctypes.addressof(args))
     if code != 0:
-        raise NeoLiteError(f"cuLaunchHostFunc failed with code {code}: the GPU is in an error state; restart the process")
+        raise NeoLiteError(
+            f"cuLaunchHostFunc failed with code {code}: the GPU is in an error state; restart the process"
+        )
 
 
 def _served(part: Any, decode: Backend) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import html
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 LANES = ("scheduler", "gpu", "d2h", "cpu", "h2d")  # top to bottom
 COLOURS = {
@@ -106,26 +107,43 @@ class Timeline:
         """A drawing for HTML widgets and reports, a tooltip on each event."""
         (start, end), lanes = self.span_s, self.lanes()
         scale = (width - 90) / (end - start)
-        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{row * len(lanes) + 20}" font-size="12" font-family="sans-serif">']
+        height = row * len(lanes)
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + 20}" '
+            'font-size="12" font-family="sans-serif">',
+            f'<text x="80" y="{height + 14}">0</text>',
+            f'<text x="{width - 70}" y="{height + 14}">{(end - start) * 1e3:.1f} ms</text>',
+        ]
         for i, lane in enumerate(lanes):
             parts.append(f'<text x="4" y="{i * row + 21}">{html.escape(lane)}</text>')
             for e in (e for e in self.events if e.lane == lane):
                 x, w = 80 + (e.start_s - start) * scale, max(0.3, e.duration_s * scale)
+                box = f'x="{x:.2f}" y="{i * row + 4}" width="{w:.2f}" height="{row - 8}"'
                 tip = html.escape(f"{e.name} {e.duration_s * 1e3:.2f} ms {dict(e.args) or ''}")
-                parts.append(f'<rect x="{x:.2f}" y="{i * row + 4}" width="{w:.2f}" height="{row - 8}" fill="{COLOURS.get(e.name, "#888")}"><title>{tip}</title></rect>')
-        parts.append(f'<text x="80" y="{row * len(lanes) + 14}">0</text><text x="{width - 60}" y="{row * len(lanes) + 14}">{(end - start) * 1e3:.1f} ms</text></svg>')
-        return "".join(parts)
+                parts.append(f'<rect {box} fill="{COLOURS.get(e.name, "#888")}"><title>{tip}</title></rect>')
+        return "".join([*parts, "</svg>"])
 
     def plot(self, ax: Any, legend: bool = True) -> None:
         """Draws on a matplotlib axis: time in ms, one row a lane."""
         start, lanes = self.span_s[0], self.lanes()
         for i, lane in enumerate(lanes):
             for name in {e.name for e in self.events if e.lane == lane}:
-                bars = [((e.start_s - start) * 1e3, e.duration_s * 1e3) for e in self.events if (e.lane, e.name) == (lane, name)]
+                bars = [
+                    ((e.start_s - start) * 1e3, e.duration_s * 1e3)
+                    for e in self.events
+                    if (e.lane, e.name) == (lane, name)
+                ]
                 ax.broken_barh(bars, (i - 0.4, 0.8), facecolors=COLOURS.get(name, "#888"), label=name, linewidth=0)
         ax.set_yticks(range(len(lanes)), lanes)
         ax.invert_yaxis()
         ax.set_xlabel("ms")
         if legend:
             entries = dict(zip(*reversed(ax.get_legend_handles_labels())))
-            ax.legend(entries.values(), entries.keys(), loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=6, frameon=False)
+            ax.legend(
+                entries.values(),
+                entries.keys(),
+                loc="upper center",
+                bbox_to_anchor=(0.5, -0.25),
+                ncols=6,
+                frameon=False,
+            )

@@ -38,7 +38,9 @@ def check(backend, case, tolerance):
     assert (out - expected).norm() <= tolerance * expected.norm()
 
 
-SHAPES = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 3, 4]), st.sampled_from([16, 64]), st.sampled_from([1, 8, 16]))
+SHAPES = st.tuples(
+    st.sampled_from([1, 2, 3]), st.sampled_from([1, 3, 4]), st.sampled_from([16, 64]), st.sampled_from([1, 8, 16])
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,7 +51,9 @@ def test_gathered_decode_equals_the_reference(shape, seq_lens, seed):
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=SHAPES, lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=4), seed=st.integers(0, 99))
+@given(
+    shape=SHAPES, lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=4), seed=st.integers(0, 99)
+)
 def test_prefill_equals_the_reference_for_first_and_later_chunks(shape, lens, seed):
     kv, group, dim, block = shape
     queries, before = [a for a, _ in lens], [b for _, b in lens]

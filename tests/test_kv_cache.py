@@ -60,4 +60,9 @@ def test_host_tensor_is_zeroed_aligned_and_shaped():
 
 def test_a_pool_that_does_not_fit_is_refused_before_it_is_touched():
     with pytest.raises(NeoLiteError, match=r"cpu KV pool of \d+ tokens.*needs .* GiB, of .* GiB available"):
-        KVCache(MODELS["llama-2-7b"], EngineConfig(gpu_kv_tokens=16, cpu_kv_tokens=10**9), torch.float16, torch.device("cpu"))
+        KVCache(
+            MODELS["llama-2-7b"],
+            EngineConfig(gpu_kv_tokens=16, cpu_kv_tokens=10**9),
+            torch.float16,
+            torch.device("cpu"),
+        )

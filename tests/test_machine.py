@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -217,8 +218,11 @@ def test_measuring_bandwidth_leaves_torchs_threads_as_they_were():
 def test_the_code_version_is_the_commit_of_a_checkout(tmp_path, monkeypatch):
     (tmp_path / "neo_lite").mkdir()
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "neo_lite" / "machine.py"))
-    monkeypatch.setattr(machine, "_version", lambda package: f"{package} 9.9")
-    assert machine.code_version() == "neo-lite 9.9"
+    (tmp_path / "neo_lite" / "machine.py").write_text("1")
+    before = machine.code_version()
+    assert re.fullmatch(r"0\.1\.0, sources [0-9a-f]{12}", before), "without git: the version, and what was run"
+    (tmp_path / "neo_lite" / "machine.py").write_text("2")
+    assert machine.code_version() != before
     (tmp_path / "file").write_text("1")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y.z"]
     for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):

@@ -60,11 +60,14 @@ def assert_served_by(engine: Engine, mode: str, requests: list[Request]) -> None
     assert served == {r.id: {DECODE_BACKEND[mode]} for r in requests}
 
 
-def hf_greedy(hf: LlamaForCausalLM, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+def hf_greedy(
+    hf: LlamaForCausalLM, prompt: list[int], count: int, device: str = "cpu"
+) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens of transformers and the logits [count, vocabulary] that chose them, in one pass of its generate."""
     with torch.inference_mode():
+        tokens = torch.tensor([prompt], device=device)
         out = hf.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=count, min_new_tokens=count,
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count,
             do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0, eos_token_id=-1,
         )  # fmt: skip
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()

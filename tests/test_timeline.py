@@ -11,7 +11,7 @@ import pytest
 from neo_lite.timeline import Timeline
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 
 def example() -> Timeline:

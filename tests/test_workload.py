@@ -29,7 +29,7 @@ def test_tiny_lengths_stay_positive():
 def test_prompts_are_of_the_length_and_in_the_vocabulary():
     prompt = random_prompt(synthetic(1, 40, 1)[0], vocab_size=50, seed=1)
     assert prompt == random_prompt(synthetic(1, 40, 1)[0], vocab_size=50, seed=1)
-    assert 3 <= min(prompt) and max(prompt) < 50
+    assert min(prompt) >= 3 and max(prompt) < 50
 
 
 def test_a_workload_of_nothing_is_refused():
