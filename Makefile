@@ -62,11 +62,12 @@ lint: venv-test
 format: venv-test
 	@$(RUN) -m ruff check --fix .; $(RUN) -m ruff format .
 
-# One thread per process: two default torch processes on two cores slow each other many times over.
+# Two workers of one thread: two default torch processes on two cores slow each other many times over.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2
 test: lint
-	@echo "test: fast tier (2 workers)"; OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 -m "not slow"
+	@echo "test: fast tier"; $(PYTEST) -m "not slow"
 ifeq ($(FAST),)
-	@echo "test: slow tier (real weights, compilers, notebooks)"; $(RUN) -m pytest -q --durations=10 -m slow
+	@echo "test: slow tier (real weights, compilers, notebooks)"; $(PYTEST) --dist worksteal --durations=10 -m slow
 endif
 
 lab: venv-lab

@@ -36,6 +36,11 @@ def executed(source: Path) -> nbformat.NotebookNode:
     return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
 
 
+def size(cell: nbformat.NotebookNode) -> int:
+    """Lines that are read: the formatter's blank ones are not."""
+    return sum(bool(line.strip()) for line in cell.source.splitlines())
+
+
 # What is committed
 
 
@@ -86,7 +91,7 @@ def test_first_cell_is_short_and_idle_where_the_package_is_installed(tmp_path: P
 
 @each_notebook
 def test_cells_are_short(source: Path) -> None:
-    sizes = sorted(len(cell.source.splitlines()) for cell in code_cells(run_notebooks.read_source(source))[1:])
+    sizes = sorted(size(cell) for cell in code_cells(run_notebooks.read_source(source))[1:])
     assert statistics.median(sizes) <= 6, sizes
     assert sizes[int(0.9 * (len(sizes) - 1))] <= 20, sizes
     assert sizes[-1] <= 30, sizes
@@ -114,6 +119,12 @@ def test_notebook_ends_with_exercises_that_have_hidden_solutions(source: Path) -
     for cell in cells:
         if run_notebooks.tagged(cell, "solution"):
             assert cell.cell_type == "markdown" and cell.source.startswith("<details>")
+
+
+def test_every_committed_figure_belongs_to_a_notebook() -> None:
+    figures = sorted((ROOT / "figures").glob("*"))
+    assert {path.name[:3] for path in figures} <= {source.name[:3] for source in SOURCES}
+    assert all(path.suffix in {".svg", ".png"} and path.stat().st_size < 300_000 for path in figures)
 
 
 # Running them
@@ -182,8 +193,12 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_run_counts_figures_memory_and_exercises(sample: Path, tmp_path: Path) -> None:
+    stale = tmp_path / "out/figures/99_old.svg"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     run = run_notebooks.execute(sample, tmp_path / "out", exercises=True)
     assert (run.problems, run.figures, run.exercises) == ([], 1, 1)
+    assert not stale.exists()
     assert run.peak_bytes > 20 * 2**20 and run.seconds > 0
     assert (tmp_path / "out/figures/99_line.svg").stat().st_size < 50_000
     result = nbformat.read(tmp_path / "out/notebooks/99_sample.ipynb", as_version=4)
@@ -224,6 +239,8 @@ def test_one_broken_notebook_does_not_stop_the_others(sample: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_publishing_is_clean_and_repeats_itself(sample: Path, tmp_path: Path) -> None:
     texts, figures = [], []
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "99_no_longer_drawn.svg").touch()
     for number in range(2):
         out = tmp_path / f"out{number}"
         run_notebooks.execute(sample, out)
@@ -231,6 +248,7 @@ def test_publishing_is_clean_and_repeats_itself(sample: Path, tmp_path: Path) ->
         assert [path.name for path in written] == ["99_sample.ipynb", "99_line.svg"]
         texts.append(written[0].read_text())
         figures.append(written[1].read_text())
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["99_line.svg"]
     assert texts[0] == texts[1] and figures[0] == figures[1]
     assert str(ROOT) not in texts[0] and "a path: <neo-lite>/neo_lite/plots.py <object object>" in texts[0]
     assert set(json.loads(texts[0])["metadata"]) == {"kernelspec", "language_info"}

@@ -59,8 +59,9 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def publish(out: Path, notebooks: Path, figures: Path) -> list[Path]:
-    """Cleans out/notebooks into `notebooks` and copies out/figures into `figures`; returns what it wrote."""
+    """Cleans out/notebooks into `notebooks` and copies their figures into `figures`; returns what it wrote."""
     written = []
+    figures.mkdir(exist_ok=True)
     for path in sorted((out / "notebooks").glob("*.ipynb")):
         if not (notebooks / f"{path.stem}.py").exists():
             continue  # a run of a notebook that has since been renamed
@@ -69,11 +70,15 @@ def publish(out: Path, notebooks: Path, figures: Path) -> list[Path]:
             raise SystemExit(f"{path.name} ended in an error: nothing more is published")
         written.append(notebooks / path.name)
         nbformat.write(notebook, written[-1])
-    figures.mkdir(exist_ok=True)
-    for path in sorted((out / "figures").glob("*")):
-        written.append(figures / path.name)
-        shutil.copyfile(path, written[-1])
+        written += publish_figures(path.stem[:2], out / "figures", figures)
     return written
+
+
+def publish_figures(number: str, drawn: Path, figures: Path) -> list[Path]:
+    """A notebook's figures, whose names begin with its number; those that it no longer draws go."""
+    for old in figures.glob(f"{number}_*"):
+        old.unlink()
+    return [shutil.copyfile(path, figures / path.name) for path in sorted(drawn.glob(f"{number}_*"))]
 
 
 def main() -> int:

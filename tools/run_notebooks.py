@@ -167,6 +167,8 @@ def execute(source: Path, out: Path, exercises: bool = False) -> Run:
     figures = out / "figures"
     inline = "module://matplotlib_inline.backend_inline"
     environment = {**os.environ, "NEO_LITE_FIGURES": str(figures), "MPLBACKEND": inline}
+    for old in figures.glob(f"{source.stem[:2]}_*"):
+        old.unlink()  # what this notebook no longer draws must not be published
     before, start_s = figure_times(figures), time.monotonic()
     session = Session(notebook, source.parent)
     try:
