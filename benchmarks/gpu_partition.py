@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from neo_lite import attention, machine
+from neo_lite.api import build_engine, load_model
 from neo_lite.config import EngineConfig
-from neo_lite.model import Llama, load_model
-from neo_lite.pipeline import build_engine
+from neo_lite.model import Llama
 from neo_lite.request import Move, Request, SamplingParams
 from neo_lite.timeline import Timeline
 from neo_lite.workload import random_prompt, synthetic
@@ -176,7 +176,9 @@ def main() -> None:
     rows = batch_sizes(model, args.context, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256])
     what = "one decode iteration against batch size: linear stages, attention and head, each measured alone"
     write(args.out / f"{name}_batch_size.json", {"what": what, **common, "context_tokens": args.context, "rows": rows})
-    what = "one decode iteration of simple offloading; per layer, CPU attention against swapping the KV in at every step"
+    what = (
+        "one decode iteration of simple offloading; per layer, CPU attention against swapping the KV in at every step"
+    )
     write(
         args.out / f"{name}_simple_offloading.json",
         {"what": what, **common, **simple_offloading(model, args.requests, args.context, args.threads)},

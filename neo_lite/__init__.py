@@ -10,8 +10,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 _HOME = {
-    "load_model": "model",
-    "build_engine": "pipeline",
+    "load_model": "api",
+    "build_engine": "api",
     "EngineConfig": "config",
     "ModelConfig": "config",
     "NeoLiteError": "config",

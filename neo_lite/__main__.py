@@ -69,9 +69,8 @@ def run_env(args: argparse.Namespace) -> int:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Streams the text of one prompt; with --json prints one object at the end instead."""
+    from neo_lite.api import build_engine, load_model
     from neo_lite.config import EngineConfig
-    from neo_lite.model import load_model
-    from neo_lite.pipeline import build_engine
 
     start_s = time.perf_counter()
     config = EngineConfig(

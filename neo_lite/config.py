@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-MODES = ("gpu-only", "simple")
+MODES = ("gpu-only", "simple", "symmetric", "asymmetric")
 
 
 class NeoLiteError(ValueError):

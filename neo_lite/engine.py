@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
+from neo_lite.cost_model import Profile
 from neo_lite.request import GREEDY, IterationPlan, Request, SamplingParams
 from neo_lite.scheduler import POLICIES, Blocks
 from neo_lite.timeline import Timeline
@@ -26,12 +27,12 @@ class Engine:
 
     def __init__(
         self, config: EngineConfig, model: ModelConfig, executor: Executor,
-        clock: Callable[[], float] = time.perf_counter, timeline: Timeline | None = None,
+        clock: Callable[[], float] = time.perf_counter, timeline: Timeline | None = None, costs: Profile | None = None,
     ) -> None:  # fmt: skip
         self.config, self.model, self.executor, self.clock = config, model, executor, clock
         self.timeline = Timeline(enabled=False) if timeline is None else timeline
         blocks = Blocks(config.num_gpu_blocks, config.num_cpu_blocks, config.block_size)
-        self.scheduler = POLICIES[config.mode](config, blocks)
+        self.scheduler = POLICIES[config.mode](config, blocks, costs)
         self.iterations = 0
         self._next_id = 0
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from neo_lite.config import ModelConfig, NeoLiteError, RopeScaling
+from neo_lite.config import ModelConfig, RopeScaling
 from neo_lite.request import Request
 
 if TYPE_CHECKING:
@@ -175,41 +175,3 @@ def _draw(logits: torch.Tensor, request: Request) -> int:
     probs[(probs.cumsum(-1) - probs) >= params.top_p] = 0.0
     generator = torch.Generator().manual_seed(params.seed * 1_000_003 + len(request.output))
     return int(ids[torch.multinomial(probs, 1, generator=generator)])
-
-
-def resolve_device(name: str) -> torch.device:
-    """auto, cpu, cuda or cuda:N as a torch device that exists; raises NeoLiteError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = name.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise NeoLiteError(f"device {name!r} is unknown: choose auto, cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise NeoLiteError(f"device {name!r}: torch {torch.__version__} sees no CUDA GPU here: choose cpu or auto")
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: float32 on a CPU; on a GPU bfloat16 from compute capability 8.0, else float16."""
-    if name == "auto":
-        if device.type == "cpu":
-            return torch.float32
-        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
-    if name not in ("float32", "float16", "bfloat16"):
-        raise NeoLiteError(f"dtype {name!r} is unknown: choose auto, float32, float16 or bfloat16")
-    return getattr(torch, name)
-
-
-def load_model(name: str = "smollm2", device: str = "auto", dtype: str = "auto") -> Llama:
-    """A Llama by name: smollm2, random:<shape>, a local folder, or a hub id. Raises NeoLiteError with the remedy."""
-    from neo_lite.checkpoint import open_checkpoint
-    from neo_lite.machine import check_memory
-
-    target = resolve_device(device)
-    kind = resolve_dtype(dtype, target)
-    checkpoint = open_checkpoint(name)
-    free = torch.cuda.mem_get_info(target)[0] if target.type == "cuda" else None
-    check_memory(checkpoint.config.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
-    model = Llama(checkpoint.config, kind, target).load(checkpoint)
-    model.tokenizer = checkpoint.tokenizer()
-    return model

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -26,9 +26,8 @@ from torch import Tensor
 
 from neo_lite import attention
 from neo_lite.attention import Backend
-from neo_lite.config import EngineConfig, NeoLiteError
+from neo_lite.config import EngineConfig
 from neo_lite.cpu_attention import CompilerMissing, Kernel
-from neo_lite.engine import Engine
 from neo_lite.kv_cache import KVCache
 from neo_lite.model import Llama, sample
 from neo_lite.request import Device, IterationPlan, Request, SubBatch, Work
@@ -107,7 +106,7 @@ class Pipeline:
                 self.streams.wait(swapped[layer])
             with stage("gpu", "pre", layer=layer, batch=slot):
                 q, k, v = model.pre_attention(layer, x, rope)
-            pending = self._start_cpu(rows.cpu_decodes, slot, layer, q, k, v)
+            pending = self.start_cpu(rows.cpu_decodes, slot, layer, q, k, v)
             self._store(layer, rows, k, v)
             attn = torch.empty_like(q)
             self._gpu_attention(rows, slot, layer, attn, q, k, v)
@@ -119,7 +118,7 @@ class Pipeline:
         with stage("gpu", "head", batch=slot):
             return model.head(x[rows.last])
 
-    def _start_cpu(self, part: Part, slot: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Pending | None:
+    def start_cpu(self, part: Part, slot: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Pending | None:
         if not part.works:
             return None
         q, k, v = (t[part.rows] for t in (q, k, v))
@@ -202,11 +201,11 @@ def _parts(batch: SubBatch, block_size: int, device: torch.device) -> list[Part]
         pairs = [(w.request, p) for w in works for p in range(w.start, w.seq_len)]
         rows = slice(row, row := row + len(pairs))
         slots = torch.tensor([_slot(r, p, block_size) for r, p in pairs], dtype=torch.int64, device=where)
-        parts.append(Part(works, rows, _view(works, where), slots))
+        parts.append(Part(works, rows, view_of(works, where), slots))
     return parts
 
 
-def _view(works: tuple[Work, ...], device: torch.device) -> attention.View:
+def view_of(works: tuple[Work, ...], device: torch.device) -> attention.View:
     width = max((len(w.request.block_table) for w in works), default=0)
     tables = [w.request.block_table + [0] * (width - len(w.request.block_table)) for w in works]
     seq_lens = [w.seq_len for w in works]
@@ -225,16 +224,3 @@ def _slots(pairs: list[tuple[Request, int]], pool: Device, size: int, device: to
 def _slot(request: Request, position: int, size: int) -> int:
     """A token's place in its pool: block * block_size + offset."""
     return request.block_table[position // size] * size + position % size
-
-
-def build_engine(
-    model: Llama, config: EngineConfig | None = None, timeline: Timeline | None = None, **changes: Any
-) -> Engine:
-    """An engine on real devices: `build_engine(model, mode="simple", gpu_kv_tokens=4096)`."""
-    try:
-        config = replace(config or EngineConfig(), **changes)
-    except TypeError:
-        known = ", ".join(f.name for f in fields(EngineConfig))
-        raise NeoLiteError(f"unknown setting among {', '.join(changes)}: choose from {known}") from None
-    timeline = timeline or Timeline(enabled=False)
-    return Engine(config, model.config, Pipeline(model, config, timeline), timeline=timeline)

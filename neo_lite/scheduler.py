@@ -9,9 +9,11 @@ dropped and prefilled again (a recompute) without being lost.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
+from neo_lite.cost_model import Profile
 from neo_lite.request import OTHER, Device, IterationPlan, Move, Request, SubBatch, Work
 
 
@@ -25,21 +27,24 @@ class Scheduler:
     home: Device = "gpu"
     chunked_prefill = True
 
-    def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
+    def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
         self.config, self.blocks = config, blocks
         self.waiting: deque[Request] = deque()  # no KV yet, or dropped
-        self.running: list[Request] = []  # in the order of admission; KV in `home`
+        self.running: list[Request] = []  # in the order of admission
         self.parked: deque[Request] = deque()  # KV in the other pool, waiting for room
 
     def add(self, request: Request) -> None:
         """Queues a request, or refuses one whose pool could never hold it."""
-        if not self.blocks.fits_ever(request, self.home):
+        if not self._fits_ever(request):
             pool, tokens = self.blocks.total[self.home], request.max_total_tokens
             raise NeoLiteError(
                 f"the request may grow to {tokens} tokens ({self.blocks.needed(tokens)} blocks) and the {self.home} pool"
                 f" has {pool} blocks: shorten the prompt, lower max_tokens, or raise {self.home}_kv_tokens"
             )
         self.waiting.append(request)
+
+    def _fits_ever(self, request: Request) -> bool:
+        return self.blocks.fits_ever(request, self.home)
 
     def remove(self, request: Request) -> None:
         """Takes a finished or cancelled request out of its queue and its blocks back."""
@@ -67,43 +72,37 @@ class Scheduler:
         calm = not why  # whoever had to make way is not brought back in the same iteration, and nobody new comes
         if calm:
             self._resume(moves, why)
-        decodes = [r for r in self.running if _decoding(r)]
+        decodes = [Work(r, r.num_computed, 1) for r in self.running if _decoding(r)]
         prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, why)
         for work in prefills:
             if work.request.first_scheduled_s is None:
                 work.request.first_scheduled_s = now_s
-        batch = self._batch(prefills, [Work(r, r.num_computed, 1) for r in decodes])
-        return IterationPlan(self.config.mode, (batch,), tuple(moves), tuple(why))
+        batches = self._batches(prefills, decodes, why)
+        return IterationPlan(self.config.mode, batches, tuple(moves), tuple(why))
+
+    # ---- What the policies share ----
 
     def _make_room(self, moves: list[Move], why: list[str]) -> None:
-        """A block for each decode that needs one; the newest request makes way for the oldest."""
+        """A block for each decode that needs one; the newest request of its pool makes way for the oldest."""
         for request in list(self.running):
             while request in self.running and not self.blocks.grow(request, request.num_tokens):
-                victim = self.running.pop()
-                pool = f"r{victim.id} makes way: the {self.home} pool of {self.blocks.total[self.home]} blocks is full"
-                if len(victim.block_table) <= self.blocks.free(OTHER[self.home]):
-                    moves.append(self.blocks.move(victim, OTHER[self.home]))
-                    self.parked.appendleft(victim)
-                    why.append(f"{pool}; parked in the {victim.device} pool")
-                else:
-                    self._drop(victim)
-                    why.append(f"{pool}, and so is the other; dropped, to be prefilled again")
+                victim = [r for r in self.running if r.device == request.device][-1]
+                self.running.remove(victim)
+                pool = f"r{victim.id} makes way: {victim.device} pool of {self.blocks.total[victim.device]} blocks full"
+                why.append(f"{pool}; {self._make_way(victim, moves)}")
 
-    def _resume(self, moves: list[Move], why: list[str]) -> None:
-        while self.parked and self._room_for(self.parked[0]):
-            request = self.parked.popleft()
-            moves.append(self.blocks.move(request, self.home))
-            self.blocks.grow(request, request.num_tokens)
-            self.running.append(request)
-            why.append(f"r{request.id} comes back: {self.blocks.free(self.home)} {self.home} blocks stay free")
+    def _drop(self, request: Request) -> None:
+        self.blocks.release(request)
+        request.num_recomputes += 1
+        self.waiting.appendleft(request)
 
     def _prefills(self, budget: int, admit: bool, why: list[str]) -> list[Work]:
         """Chunks of who has begun, then of who waits; without chunking the first prompt may exceed the budget."""
         works: list[Work] = []
         begun = deque(r for r in self.running if not _decoding(r))
         while budget > 0:
-            if not begun and admit and self.waiting and self._room_for(self.waiting[0]):
-                begun.append(self._admit(self.waiting.popleft(), why))
+            if not begun and admit and self.waiting and (device := self._place(self.waiting[0])):
+                begun.append(self._admit(self.waiting.popleft(), device, why))
             if not begun:
                 break
             request = begun.popleft()
@@ -114,27 +113,46 @@ class Scheduler:
             budget -= length
         return works
 
-    def _admit(self, request: Request, why: list[str]) -> Request:
-        request.device = self.home
+    def _admit(self, request: Request, device: Device, why: list[str]) -> Request:
+        request.device = device
         self.blocks.grow(request, request.num_tokens)
         self.running.append(request)
-        why.append(f"r{request.id} admitted: {request.num_tokens} tokens in {len(request.block_table)} blocks")
+        why.append(f"r{request.id} admitted: {request.num_tokens} tokens in {len(request.block_table)} {device} blocks")
         return request
 
-    def _room_for(self, request: Request) -> bool:
-        """Room for all its tokens and a block of slack for each that runs, so that it need not leave at once."""
-        needed = self.blocks.needed(request.num_tokens) + len(self.running)
-        return len(self.running) < self.config.max_seqs and needed <= self.blocks.free(self.home)
+    def _room(self, request: Request, device: Device, slack: int = 0) -> bool:
+        """Room for all its tokens, `slack` blocks, and a block for each that runs there, so that none leaves at once."""
+        there = sum(r.device == device for r in self.running)
+        needed = self.blocks.needed(request.num_tokens) + there + slack
+        return len(self.running) < self.config.max_seqs and needed <= self.blocks.free(device)
 
-    def _drop(self, request: Request) -> None:
-        self.blocks.release(request)
-        request.num_recomputes += 1
-        self.waiting.appendleft(request)
+    # ---- What a policy decides ----
 
-    def _batch(self, prefills: list[Work], decodes: list[Work]) -> SubBatch:
-        if self.home == "gpu":
-            return SubBatch(tuple(prefills), gpu_decodes=tuple(decodes))
-        return SubBatch(tuple(prefills), cpu_decodes=tuple(decodes))
+    def _place(self, request: Request) -> Device | None:
+        """The pool for a request that waits; None: not now."""
+        return self.home if self._room(request, self.home) else None
+
+    def _make_way(self, victim: Request, moves: list[Move]) -> str:
+        """Takes a request that is no longer running out of its full pool; says how."""
+        other = OTHER[victim.device]
+        if len(victim.block_table) > self.blocks.free(other):
+            self._drop(victim)
+            return "the other too: dropped, to be prefilled again"
+        moves.append(self.blocks.move(victim, other))
+        self.parked.appendleft(victim)
+        return f"parked in the {other} pool"
+
+    def _resume(self, moves: list[Move], why: list[str]) -> None:
+        """Brings back who was parked, oldest first."""
+        while self.parked and self._room(self.parked[0], self.home):
+            request = self.parked.popleft()
+            moves.append(self.blocks.move(request, self.home))
+            self.blocks.grow(request, request.num_tokens)
+            self.running.append(request)
+            why.append(f"r{request.id} comes back: {self.blocks.free(self.home)} {self.home} blocks stay free")
+
+    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
+        return (SubBatch(tuple(prefills), gpu_decodes=tuple(decodes)),)
 
 
 class SimpleOffloading(Scheduler):
@@ -146,8 +164,117 @@ class SimpleOffloading(Scheduler):
     home: Device = "cpu"
     chunked_prefill = False
 
+    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
+        return (SubBatch(tuple(prefills), cpu_decodes=tuple(decodes)),)
 
-POLICIES: dict[str, type[Scheduler]] = {"gpu-only": Scheduler, "simple": SimpleOffloading}
+
+class Symmetric(SimpleOffloading):
+    """FastDecode's pipeline (figure 4): two equal sub-batches of CPU decodes take turns; prefills run on their own."""
+
+    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
+        if prefills:
+            return (SubBatch(tuple(prefills)),)
+        return tuple(SubBatch(cpu_decodes=half) for half in halves(decodes))
+
+
+class Asymmetric(Scheduler):
+    """NEO's pipeline (figure 5), filled by a fixed rule: the GPU until it is full, then the CPU.
+
+    Batch-0 has the prefills, the GPU decodes and a few CPU decodes, batch-1 the rest of the CPU decodes: as many as
+    `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` allow, by measured stage times of one layer; who does not fit waits for the
+    next iteration, `PATIENCE` of them at most. With nothing on the GPU the CPU decodes run as in `Symmetric`.
+    """
+
+    chunked_prefill = False
+    PATIENCE = 8
+
+    def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
+        super().__init__(config, blocks, costs)
+        if costs is None:
+            raise NeoLiteError(f"mode {config.mode} weighs stage times: give the engine a Profile (profiler.measure)")
+        self.costs = costs
+        self.skipped: dict[int, int] = {}  # request -> iterations without a place
+
+    def _fits_ever(self, request: Request) -> bool:
+        return any(self.blocks.fits_ever(request, device) for device in OTHER)
+
+    def _place(self, request: Request) -> Device | None:
+        fitting = (d for d in OTHER if self.blocks.fits_ever(request, d) and self._room(request, d))
+        return next(fitting, None)
+
+    def _make_way(self, victim: Request, moves: list[Move]) -> str:
+        """From the GPU to the CPU, where it goes on decoding; from the CPU nowhere, or the two could swap for ever."""
+        fits = self.blocks.fits_ever(victim, "cpu") and len(victim.block_table) <= self.blocks.free("cpu")
+        if victim.device == "cpu" or not fits:
+            self._drop(victim)
+            return "dropped, to be prefilled again"
+        moves.append(self.blocks.move(victim, "cpu"))
+        self.running.append(victim)
+        return "swapped out to the CPU"
+
+    def _resume(self, moves: list[Move], why: list[str]) -> None:
+        """Swaps in the oldest CPU-request while nobody waits and a tenth of the GPU pool stays free (hysteresis)."""
+        slack = self.blocks.total["gpu"] // 10
+        for request in [r for r in self.running if r.device == "cpu"]:
+            if self.waiting or not self.blocks.fits_ever(request, "gpu") or not self._room(request, "gpu", slack):
+                return
+            moves.append(self.blocks.move(request, "gpu"))
+            self.blocks.grow(request, request.num_tokens)
+            why.append(f"r{request.id} swapped in: {self.blocks.free('gpu')} gpu blocks stay free")
+
+    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
+        on_gpu = tuple(w for w in decodes if w.request.device == "gpu")
+        on_cpu = sorted((w for w in decodes if w.request.device == "cpu"), key=self._patience)
+        if not prefills and not on_gpu:
+            return tuple(SubBatch(cpu_decodes=half) for half in halves(on_cpu))
+        costs, first = self.costs, SubBatch(tuple(prefills), on_gpu)
+        gpu_attn_s = costs.t_prefill_attn([w.length for w in prefills]) + costs.t_gpu_attn(kv_tokens(on_gpu))
+        linear_s = costs.t_linear(first.num_tokens)
+        second, rest = self._fill(on_cpu, linear_s)
+        few, rest = self._fill(rest, costs.t_linear(len(second)) + gpu_attn_s)
+        late = [w for w in rest if self.skipped.get(w.request.id, 0) >= self.PATIENCE]
+        second += late
+        self.skipped = {w.request.id: self.skipped.get(w.request.id, 0) + 1 for w in rest if w not in late}
+        if on_cpu:
+            why.append(
+                f"{len(second)} CPU decodes in batch-1: {costs.t_cpu_attn(kv_tokens(second)) * 1e3:.2f} ms a layer beside"
+                f" {linear_s * 1e3:.2f} ms of batch-0's linear stage; {len(few)} in batch-0, {len(self.skipped)} wait"
+            )
+        batches = (SubBatch(first.prefills, on_gpu, tuple(few)), SubBatch(cpu_decodes=tuple(second)))
+        return batches if second else batches[:1]
+
+    def _patience(self, work: Work) -> int:
+        return -self.skipped.get(work.request.id, 0)
+
+    def _fill(self, works: Sequence[Work], limit_s: float) -> tuple[list[Work], list[Work]]:
+        """Those whose CPU attention together stays within `limit_s`, and the rest."""
+        taken: list[Work] = []
+        rest: list[Work] = []
+        for work in works:
+            fits = self.costs.t_cpu_attn(kv_tokens([*taken, work])) <= limit_s
+            (taken if fits else rest).append(work)
+        return taken, rest
+
+
+def halves(works: Sequence[Work]) -> list[tuple[Work, ...]]:
+    """Two parts of about as many KV tokens each, the longest dealt out first."""
+    parts: tuple[list[Work], list[Work]] = ([], [])
+    for work in sorted(works, key=lambda w: -w.seq_len):
+        min(parts, key=kv_tokens).append(work)
+    return [tuple(part) for part in parts if part]
+
+
+def kv_tokens(works: Sequence[Work]) -> int:
+    """KV tokens that their attention reads in each layer."""
+    return sum(w.seq_len for w in works)
+
+
+POLICIES: dict[str, type[Scheduler]] = {
+    "gpu-only": Scheduler,
+    "simple": SimpleOffloading,
+    "symmetric": Symmetric,
+    "asymmetric": Asymmetric,
+}
 
 
 def _decoding(request: Request) -> bool:

@@ -14,10 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from neo_lite import checkpoint
+from neo_lite.api import build_engine, load_model
 from neo_lite.config import EngineConfig
 from neo_lite.engine import Engine
-from neo_lite.model import Llama, load_model
-from neo_lite.pipeline import Pipeline, build_engine
+from neo_lite.model import Llama
+from neo_lite.pipeline import Pipeline
 from neo_lite.request import Request, SamplingParams
 from neo_lite.timeline import Timeline
 

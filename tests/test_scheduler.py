@@ -7,10 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_lite.config import MODELS, EngineConfig, NeoLiteError
+from neo_lite.cost_model import Profile
 from neo_lite.engine import Engine
 from neo_lite.request import IterationPlan, SamplingParams
 
-MODES = ("gpu-only", "simple")
+MODES = ("gpu-only", "simple", "symmetric", "asymmetric")
+COSTS = Profile(
+    2, [(1, 1.0), (64, 8.0)], [(1, 0.1), (64, 2.0)], [(1, 0.1), (64, 1.0)], [(1, 0.5), (64, 6.0)], [(1, 0.1)]
+)
 
 
 class CheckingExecutor:
@@ -49,7 +53,7 @@ class CheckingExecutor:
 
 def engine_with(mode: str, **changes: int) -> Engine:
     config = EngineConfig(mode=mode, **changes)
-    return Engine(config, MODELS["tiny"], CheckingExecutor(config), clock=iter(range(10**9)).__next__)
+    return Engine(config, MODELS["tiny"], CheckingExecutor(config), clock=iter(range(10**9)).__next__, costs=COSTS)
 
 
 def assert_all_free(engine: Engine) -> None:
@@ -69,7 +73,9 @@ def test_every_admitted_request_finishes(mode, lengths, gpu, cpu, budget, seqs):
     engine = engine_with(mode, max_batched_tokens=budget, max_seqs=seqs, **sizes)
     admitted, home = [], engine.scheduler.home
     for prompt, output in lengths:
-        fits = -(-(prompt + output - 1) // 4) <= {"gpu": gpu, "cpu": cpu}[home]
+        fits = -(-(prompt + output - 1) // 4) <= (
+            max(gpu, cpu) if mode == "asymmetric" else {"gpu": gpu, "cpu": cpu}[home]
+        )
         try:
             admitted.append(engine.add([1] * prompt, SamplingParams(output, ignore_eos=True)))
             assert fits
@@ -104,7 +110,7 @@ def test_simple_prefills_whole_and_decodes_on_the_cpu():
     assert request.finish_reason == "length"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["gpu-only", "simple", "symmetric"])
 def test_a_full_pool_parks_the_newest_and_a_full_machine_drops_it(mode):
     home, other = ("gpu", "cpu") if mode == "gpu-only" else ("cpu", "gpu")
     sizes = {f"{home}_kv_tokens": 32, f"{other}_kv_tokens": 32}
@@ -126,7 +132,7 @@ def test_a_plan_says_why():
     engine = engine_with("gpu-only")
     engine.add([1] * 20, SamplingParams(1))
     engine.step()
-    assert engine.executor.plans[-1].why == ("r0 admitted: 20 tokens in 2 blocks",)
+    assert engine.executor.plans[-1].why == ("r0 admitted: 20 tokens in 2 gpu blocks",)
 
 
 def test_a_refusal_names_the_pool_and_the_remedy():
@@ -134,3 +140,53 @@ def test_a_refusal_names_the_pool_and_the_remedy():
     with pytest.raises(NeoLiteError, match=r"104 tokens \(7 blocks\).*cpu pool has 4.*raise cpu_kv_tokens"):
         engine.add([1] * 100, SamplingParams(5))
     assert engine.scheduler.unfinished == 0
+
+
+def test_symmetric_prefills_alone_and_halves_the_decodes():
+    engine = engine_with("symmetric")
+    for length in (40, 30, 20, 10):
+        engine.add([1] * length, SamplingParams(5, ignore_eos=True))
+    engine.step(), engine.step()
+    prefill, decode = (plan.batches for plan in engine.executor.plans)
+    assert len(prefill) == 1 and len(prefill[0].prefills) == 4
+    assert [[w.request.id for w in b.cpu_decodes] for b in decode] == [[0, 3], [1, 2]]
+
+
+def test_asymmetric_fills_the_gpu_first_then_the_cpu_and_keeps_the_inequality():
+    engine = engine_with("asymmetric", block_size=4, gpu_kv_tokens=80, cpu_kv_tokens=400)
+    requests = [engine.add([1] * 20, SamplingParams(30, ignore_eos=True)) for _ in range(10)]
+    engine.run()
+    batches = [p.batches for p in engine.executor.plans]
+    assert {d: sum(len(getattr(b[0], d)) for b in batches) > 0 for d in ("gpu_decodes", "cpu_decodes")}
+    assert any(w.request.device == "cpu" for w in batches[0][0].prefills), "prefills whose KV leaves for the CPU"
+    two = [b for b in batches if len(b) == 2 and b[0].num_tokens]
+    assert two and any(COSTS.t_cpu_attn(sum(w.seq_len for w in b[1].cpu_decodes)) > 0 for b in two)
+    assert all(len(r.output) == 30 for r in requests)
+    assert_all_free(engine)
+
+
+def test_asymmetric_moves_requests_both_ways_mid_generation():
+    engine = engine_with("asymmetric", block_size=4, gpu_kv_tokens=80, cpu_kv_tokens=400)
+    for i in range(8):
+        engine.add([1] * 12, SamplingParams(10 + 10 * i, ignore_eos=True))
+    engine.run()
+    assert {m.target for p in engine.executor.plans for m in p.moves} == {"cpu", "gpu"}
+
+
+def test_no_cpu_decode_waits_longer_than_its_patience():
+    slow = Profile(2, [(1, 0.1)], [(1, 0.1)], [(1, 0.1)], [(1, 50.0), (64, 500.0)], [(1, 0.1)])
+    config = EngineConfig(mode="asymmetric", block_size=4, gpu_kv_tokens=40, cpu_kv_tokens=400)
+    engine = Engine(config, MODELS["tiny"], CheckingExecutor(config), clock=iter(range(10**9)).__next__, costs=slow)
+    requests = [engine.add([1] * 12, SamplingParams(40, ignore_eos=True)) for _ in range(6)]
+    engine.run()
+    assert all(len(r.output) == 40 for r in requests)
+    gaps = {w.request.id: [] for p in engine.executor.plans for w in p.work}
+    for i, plan in enumerate(engine.executor.plans):
+        for work in plan.work:
+            gaps[work.request.id].append(i)
+    assert max(b - a for seen in gaps.values() for a, b in zip(seen, seen[1:], strict=False)) <= 10
+
+
+def test_asymmetric_without_stage_times_is_refused():
+    with pytest.raises(NeoLiteError, match="asymmetric weighs stage times"):
+        Engine(EngineConfig(mode="asymmetric"), MODELS["tiny"], CheckingExecutor(EngineConfig()))

@@ -1,0 +1,73 @@
+"""The front door: a model by its name, an engine around it. Called by notebooks, the command line and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from neo_lite.checkpoint import open_checkpoint
+from neo_lite.config import EngineConfig, NeoLiteError
+from neo_lite.cost_model import Profile
+from neo_lite.engine import Engine
+from neo_lite.machine import check_memory
+from neo_lite.model import Llama
+from neo_lite.pipeline import Pipeline
+from neo_lite.profiler import measure
+from neo_lite.timeline import Timeline
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N as a torch device that exists; raises NeoLiteError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = name.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise NeoLiteError(f"device {name!r} is unknown: choose auto, cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise NeoLiteError(f"device {name!r}: torch {torch.__version__} sees no CUDA GPU here: choose cpu or auto")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: float32 on a CPU; on a GPU bfloat16 from compute capability 8.0, else float16."""
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+    if name not in ("float32", "float16", "bfloat16"):
+        raise NeoLiteError(f"dtype {name!r} is unknown: choose auto, float32, float16 or bfloat16")
+    return getattr(torch, name)
+
+
+def load_model(name: str = "smollm2", device: str = "auto", dtype: str = "auto") -> Llama:
+    """A Llama by name: smollm2, random:<shape>, a local folder, or a hub id. Raises NeoLiteError with the remedy."""
+    target = resolve_device(device)
+    kind = resolve_dtype(dtype, target)
+    checkpoint = open_checkpoint(name)
+    free = torch.cuda.mem_get_info(target)[0] if target.type == "cuda" else None
+    check_memory(checkpoint.config.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
+    model = Llama(checkpoint.config, kind, target).load(checkpoint)
+    model.tokenizer = checkpoint.tokenizer()
+    return model
+
+
+def build_engine(
+    model: Llama, config: EngineConfig | None = None, timeline: Timeline | None = None, costs: Profile | None = None,
+    **changes: Any,
+) -> Engine:  # fmt: skip
+    """An engine on real devices: `build_engine(model, mode="simple", gpu_kv_tokens=4096)`.
+
+    A mode that weighs stage times measures them first, unless `costs` brings a profile.
+    """
+    try:
+        config = replace(config or EngineConfig(), **changes)
+    except TypeError:
+        known = ", ".join(f.name for f in fields(EngineConfig))
+        raise NeoLiteError(f"unknown setting among {', '.join(changes)}: choose from {known}") from None
+    timeline = timeline or Timeline(enabled=False)
+    pipeline = Pipeline(model, config, timeline)
+    if config.mode == "asymmetric" and costs is None:
+        costs = measure(pipeline)
+    return Engine(config, model.config, pipeline, timeline=timeline, costs=costs)
