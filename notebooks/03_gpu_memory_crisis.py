@@ -44,7 +44,7 @@ from neo_lite import machine
 machine.print_env(machine.env_report())
 
 # %% [markdown]
-# The imports, the model of the course, and one line about this machine that the figures will carry.
+# What this notebook uses of the package, and of others.
 
 # %%
 import json
@@ -59,6 +59,10 @@ from neo_lite import EngineConfig, SamplingParams, build_engine, exercise, load_
 from neo_lite.config import MODELS
 from neo_lite.engine import Engine
 
+# %% [markdown]
+# The model, and one line about this machine that the figures will carry.
+
+# %%
 plots.use_style()
 BELOW = (0, 0.04, 1, 1)  # leaves room beneath a figure for its source
 model = load_model("smollm2")
@@ -86,8 +90,7 @@ class Recorder:
 
 
 # %% [markdown]
-# Two prompts at once; a third arrives three iterations later and joins the running batch. Before you run it: in which
-# iteration does the third request prefill, and do the first two wait for it?
+# An engine with that recorder in front of its executor:
 
 # %%
 engine = build_engine(model, gpu_kv_tokens=512, cpu_kv_tokens=512)
@@ -98,6 +101,11 @@ def ask(text, max_tokens):
     return engine.add(model.tokenizer.encode(text), SamplingParams(max_tokens=max_tokens))
 
 
+# %% [markdown]
+# Two prompts at once; a third arrives three iterations later and joins the running batch. Before you run it: in which
+# iteration does the third request prefill, and do the first two wait for it?
+
+# %%
 requests = [ask("Gravity is", 8), ask("The three primary colors are red,", 5)]
 for _ in range(3):
     engine.step()
@@ -114,25 +122,30 @@ for number, plan in enumerate(recorder.plans):
     print(f"{number}: {work}", *plan.why, sep="\n     ")
 
 # %% [markdown]
-# Now the drawing. Above, what each request puts through the model; below, how many tokens of KV each one holds
-# afterwards (`seq_len` of its work in that iteration).
+# How many tokens of KV does each request hold after each iteration? Those that its work attends to, itself included:
+# `seq_len`.
 
 # %%
-fig, (top, low) = plt.subplots(2, 1, figsize=(8.5, 4.6), sharex=True, height_ratios=[1.25, 1])
 held = np.zeros((len(requests), len(recorder.plans)))
 for i, plan in enumerate(recorder.plans):
     for w in plan.work:
+        held[w.request.id, i] = w.seq_len
+
+# %% [markdown]
+# Now the drawing. Above, what each request puts through the model; below, what it holds.
+
+# %%
+fig, (top, low) = plt.subplots(2, 1, figsize=(8.5, 4.6), sharex=True, height_ratios=[1.25, 1])
+for i, plan in enumerate(recorder.plans):
+    for w in plan.work:
         r, decode = w.request.id, w.length == 1
-        held[r, i] = w.seq_len
         top.bar(i, 0.7, 0.9, r - 0.35, color=plots.COLORS["gpu" if decode else "cpu"], alpha=0.5)
-        token = model.tokenizer.decode([w.request.output[w.seq_len - len(w.request.prompt)]])
-        top.text(i, r, token.strip() if decode else f"{w.length} in\n{token.strip()}", ha="center", va="center", size=8)
+        token = model.tokenizer.decode([w.request.output[w.seq_len - len(w.request.prompt)]]).strip()
+        top.text(i, r, token if decode else f"{w.length} in\n{token}", ha="center", va="center", size=8)
 for r in range(len(requests)):
     low.bar(range(held.shape[1]), held[r], 0.9, held[:r].sum(0), label=f"r{r}", color=plt.cm.cividis(0.2 + 0.3 * r))
-top.set(title="orange: prefill (prompt tokens in, first token out)    blue: decode (one in, one out)")
-top.title.set_fontsize(9)
-top.set_yticks(range(3), [f"r{r.id}" for r in requests])
-top.set_ylim(2.6, -0.6)
+top.set_title("orange: prefill (prompt tokens in, first token out)    blue: decode (one in, one out)", size=9)
+top.set(yticks=range(3), yticklabels=["r0", "r1", "r2"], ylim=(2.6, -0.6))
 top.grid(False)
 low.set(xlabel="iteration", ylabel="tokens of KV held", xticks=range(held.shape[1]))
 low.legend(ncols=3, loc="upper right", fontsize=8)
@@ -145,8 +158,7 @@ _ = plots.save_figure(fig, "03_workflow", "measured", note="iteration plans of a
 #
 # ## 2. How many requests fit?
 #
-# One token's KV is a K and a V, for each layer and each KV head, `head_dim` numbers each. Build the formula, then hold
-# it against the package's:
+# One token's KV is a K and a V, for each layer and each KV head, `head_dim` numbers each. As a formula:
 
 
 # %%
@@ -154,13 +166,17 @@ def kv_bytes(m, bytes_per_number=2):
     return 2 * m.num_layers * m.num_kv_heads * m.head_dim * bytes_per_number
 
 
-for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.1-70b"):
-    m = MODELS[name]
+# %% [markdown]
+# Hold it against the package's, for the three Llamas of the paper:
+
+# %%
+LLAMAS = [MODELS[name] for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.1-70b")]
+for m in LLAMAS:
     assert kv_bytes(m) == m.kv_bytes_per_token("float16")
+    weights_gb, request_mb = m.weight_bytes("float16") / 1e9, 1000 * kv_bytes(m) / 1e6
     print(
-        f"{name:14} weights {m.weight_bytes('float16') / 1e9:6.1f} GB, a token {kv_bytes(m) / 1024:4.0f} KiB,", end=" "
+        f"{m.name:14} weights {weights_gb:5.1f} GB, a token {kv_bytes(m) >> 10} KiB, 1,000 tokens {request_mb:.0f} MB"
     )
-    print(f"1,000 tokens {1000 * kv_bytes(m) / 1e6:4.0f} MB")
 
 # %% [markdown]
 # Llama-3.1 shares each KV head among several query heads (GQA), and so its tokens are four times cheaper in a model of
@@ -173,48 +189,56 @@ for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.1-70b"):
 
 # %%
 CARDS_GB = {"T4": 16, "A10G": 24, "H100": 80, "2 x H100": 160}
-
-
-def free_gb(card_gb, m):
-    return card_gb - m.weight_bytes("float16") / 1e9
-
-
-for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.1-70b"):
-    m = MODELS[name]
-    fits = {c: int(free_gb(gb, m) * 1e9 // (1000 * kv_bytes(m))) for c, gb in CARDS_GB.items()}
-    print(f"{name:14}", *(f"{c}: {n if n > 0 else 'none':>4}   " for c, n in fits.items()))
+for m in LLAMAS:
+    left = {c: gb * 1e9 - m.weight_bytes("float16") for c, gb in CARDS_GB.items()}
+    fits = {c: int(num_bytes // (1000 * kv_bytes(m))) for c, num_bytes in left.items()}
+    print(f"{m.name:14}", *(f"{c}: {n if n > 0 else 'none':>4}   " for c, n in fits.items()))
 
 # %% [markdown]
 # "None" where not even the weights fit: Llama-3.1-8B in fp16 is a hair larger than a T4.
 #
 # And these counts are generous. They give *all* of the rest to KV; but a batch's activations, the CUDA context and the
 # workspaces want memory too. The paper states what its engines had left: 864 tokens for Llama-2-7B on the T4, 26,400
-# for Llama-3.1-8B on the A10G. The figure shows both: in blue what is left beside the weights (on the T4 you can still
-# count the requests), and hatched the part of it that the paper's engine could not use for KV.
+# for Llama-3.1-8B on the A10G.
 
 # %%
 PAPER_KV_TOKENS = {"T4": 864, "A10G": 26_400}  # the GPU-only baselines of the paper's figures 6c and 10a
 SETUPS = [("T4", "llama-2-7b"), ("A10G", "llama-3.1-8b"), ("H100", "llama-3.1-8b"), ("2 x H100", "llama-3.1-70b")]
-fig, ax = plt.subplots(figsize=(8.2, 3.9))
-for x, (name, shape) in enumerate(SETUPS):
-    m, gb = MODELS[shape], CARDS_GB[name]
-    weights, request = m.weight_bytes("float16") / 1e9, 1000 * kv_bytes(m) / 1e9
-    count = int((gb - weights) // request)
-    ax.bar(x, 100 * weights / gb, 0.5, color="#8a8a8a")
-    bottoms = 100 * (weights + request * np.arange(count)) / gb
-    line = 0.8 if count < 20 else 0
-    ax.bar([x] * count, 100 * request / gb, 0.5, bottoms, color=plots.COLORS["gpu"], edgecolor="w", lw=line)
+
+# %% [markdown]
+# The figure shows both: in blue what is left beside the weights (on the T4 you can still count the requests), and
+# hatched the part of it that the paper's engine could not use for KV. One bar:
+
+
+# %%
+def draw_card(ax, x, card_gb, m, paper_tokens):
+    weights, request = (100 * b / card_gb / 1e9 for b in (m.weight_bytes("float16"), 1000 * kv_bytes(m)))  # in %
+    count = int((100 - weights) // request)
+    ax.bar(x, weights, 0.5, color="#8a8a8a")
+    ax.text(x, weights / 2, f"weights\n{weights * card_gb / 100:.1f} GB", ha="center", va="center", color="w", size=9)
+    stripes, height = (count, request) if count < 20 else (1, count * request)
+    bottoms = weights + height * np.arange(stripes)
+    ax.bar([x] * stripes, height, 0.5, bottoms, color=plots.COLORS["gpu"], edgecolor="w", lw=0.8)
     ax.text(x, 102, f"{count} requests", ha="center", size=9)
-    ax.text(x, 50 * weights / gb, f"weights\n{weights:.1f} GB", ha="center", va="center", color="w", size=9)
-    if name in PAPER_KV_TOKENS:
-        used = 100 * (weights + PAPER_KV_TOKENS[name] * kv_bytes(m) / 1e9) / gb
+    if paper_tokens:
+        used = weights + request * paper_tokens / 1000
         ax.bar(x, 100 - used, 0.5, used, color="none", edgecolor="w", hatch="///", lw=0)
         ax.plot([x - 0.25, x + 0.3], [used, used], color="#222222", lw=1.5)
-        ax.text(x + 0.31, used, f"paper: {PAPER_KV_TOKENS[name]:,}\ntokens", size=8, va="center")
+        ax.text(x + 0.31, used, f"paper: {paper_tokens:,}\ntokens", size=8, va="center")
+
+
+# %% [markdown]
+# And four of them:
+
+# %%
+fig, ax = plt.subplots(figsize=(8.2, 3.9))
+for x, (name, shape) in enumerate(SETUPS):
+    draw_card(ax, x, CARDS_GB[name], MODELS[shape], PAPER_KV_TOKENS.get(name))
 ax.set_xticks(range(4), [f"{name}, {CARDS_GB[name]} GB\n{shape}" for name, shape in SETUPS], size=9)
 ax.set(ylabel="% of the card's memory", ylim=(0, 112), xlim=(-0.5, 3.5))
 fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "03_memory", "paper", note="and the cards' data sheets; fp16, requests of 1,000 tokens")
+
 # %% [markdown]
 # Read the first bar again. A T4, a card with 65 TFLOP/s, and the paper's engine has room for 864 tokens: not *one*
 # request of 1,000. (Its T4 workload, short summaries of 372 + 45 tokens, fits twice.)
@@ -223,25 +247,41 @@ _ = plots.save_figure(fig, "03_memory", "paper", note="and the cards' data sheet
 #
 # Is that bad? Only if a larger batch would really be faster. Measure it. One engine, and requests join it until 1, 2,
 # 4 … 32 of them decode together. Their contexts are short, about 64 tokens, so that you see the linear layers at work.
-# A few iterations at each size; the fastest counts, since other programs on your machine can only add to it.
-# What do you expect: does an iteration with 32 requests take 32 times as long as one with a single request?
+# First the two halves of the measurement: fill up to a batch, and time it. The fastest of a few iterations counts, since
+# other programs on your machine can only add to it.
+
 
 # %%
-engine = build_engine(model, gpu_kv_tokens=4096, cpu_kv_tokens=16)
-rng = np.random.default_rng(0)
-measured = {}
-for batch in (1, 2, 4, 8, 16, 32):
+def fill(engine, batch):
     while engine.scheduler.unfinished < batch:
-        prompt = rng.integers(3, model.config.vocab_size, 64).tolist()
+        prompt = np.random.default_rng(engine.scheduler.unfinished).integers(3, 40_000, 64).tolist()
         engine.add(prompt, SamplingParams(max_tokens=64, ignore_eos=True))
     while engine.scheduler.waiting:
         engine.step()
+
+
+# %% [markdown]
+# (Random tokens do as well as words here; none of these requests ends before the measurement does.)
+
+
+# %%
+def fastest_step_s(engine, batch, repeats=6):
     times_s = []
-    for _ in range(7):
+    for _ in range(1 + repeats):
         start_s = perf_counter()
         assert len(engine.step()) == batch
         times_s.append(perf_counter() - start_s)
-    measured[batch] = min(times_s[1:])
+    return min(times_s[1:])
+
+
+# %% [markdown]
+# Before you run it: does an iteration with 32 requests take 32 times as long as one with a single request?
+
+# %%
+engine, measured = build_engine(model, gpu_kv_tokens=4096, cpu_kv_tokens=16), {}
+for batch in (1, 2, 4, 8, 16, 32):
+    fill(engine, batch)
+    measured[batch] = fastest_step_s(engine, batch)
     print(f"batch {batch:2}: {measured[batch] * 1e3:6.1f} ms an iteration, {batch / measured[batch]:6.1f} tokens/s")
 
 # %% [markdown]
@@ -256,68 +296,85 @@ recorded = json.loads((DATA / "recorded/h200_8sm_batch_size.json").read_text())
 part = recorded["stamp"]["gpu"]
 slice_name = f"{part['partition_sms']} SMs of an {part['name']}"
 print(f"{recorded['model']}, {recorded['context_tokens']:,} tokens each, {slice_name}")
-print("   batch  iteration   linear  attention   tokens/s")
+
+# %% [markdown]
+# Row by row: the whole iteration, and of it the linear layers and the attention.
+
+# %%
+print("   batch  iteration     linear  attention  tokens/s")
 for row in recorded["rows"]:
     parts_ms = "".join(f"{1e3 * row[k]:8.1f} ms" for k in ("iteration_s", "linear_s", "attention_s"))
-    print(f"{row['batch']:8}{parts_ms}{row['tokens_per_s']:9.0f}")
+    print(f"{row['batch']:8}{parts_ms}{row['tokens_per_s']:10.0f}")
 
 # %% [markdown]
 # Both on one page. The dotted lines are what you would get if a batch were free: *n* times the tokens of a batch of
 # one. The vertical lines are where the paper's cards run out of KV: 2 requests of its T4's summaries, 26 of 1,000
 # tokens on its A10G. (On your side they only show the place: your model is smaller than theirs.)
 
+
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(9.4, 4.1))
-partial = {r["batch"]: r["iteration_s"] for r in recorded["rows"]}
-ours, theirs = f"measured: {model.config.name}\n{here}", f"recorded: Llama-3.1-8B's shape\n{slice_name}"
-for ax, times, title in zip(axes, (measured, partial), (ours, theirs)):
+def draw_batches(ax, times, title):
     x, y = list(times), [n / t for n, t in times.items()]
     ax.loglog(x, [y[0] * n / x[0] for n in x], ":", color="#333333", label="if a batch were free", base=2)
     ax.loglog(x, y, "o-", color=plots.COLORS["gpu"], label="tokens per second", base=2)
-    for limit, at, what in ((2, "top", "T4"), (26, "bottom", "A10G")):
+    for limit, height, va, name in ((2, 0.98, "top", "T4"), (26, 0.02, "bottom", "A10G")):
         ax.axvline(limit, color=plots.COLORS["cpu"], lw=1.2)
-        height = 0.98 if at == "top" else 0.02
-        ax.text(limit * 1.06, height, f"{what}:\nKV ends", size=8, va=at, transform=ax.get_xaxis_transform())
+        ax.text(limit * 1.06, height, f"{name}:\nKV ends", size=8, va=va, transform=ax.get_xaxis_transform())
     ax.xaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xlabel("requests that decode together")
     ax.set_title(title, size=9)
+
+
+# %% [markdown]
+# Before you look: where on the right does the curve leave its dotted line, before or after the A10G's end?
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(9.4, 4.1))
+draw_batches(axes[0], measured, f"measured: {model.config.name}\n{here}")
+times = {row["batch"]: row["iteration_s"] for row in recorded["rows"]}
+draw_batches(axes[1], times, f"recorded: Llama-3.1-8B's shape\n{slice_name}")
 axes[0].set_ylabel("output tokens per second")
-fig.legend(*ax.get_legend_handles_labels(), loc="lower center", ncols=2)
+fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2)
 fig.tight_layout(rect=(0, 0.08, 1, 1))
 _ = plots.save_figure(fig, "03_batch_size", "measured + recorded + paper")
+
 # %% [markdown]
 # Look once more at the two middle columns of the recorded table. The linear layers hardly notice the first dozens of
 # requests. Attention does: it grows with every request, since no two of them share any KV. Keep that for section 5.
 #
 # ## 4. The same work in less memory
 #
-# Now keep the work and shrink the pool. Twelve requests of about 48 + 16 tokens each; first a pool that holds them
-# all, then half of it, a quarter, an eighth. What does not fit waits for its turn.
+# Now keep the work and shrink the pool. The work: twelve requests of about 48 + 16 tokens each.
 
 # %%
 arrivals = workload.synthetic(12, prompt_tokens=48, output_tokens=16, seed=3)
+print(f"{sum(a.prompt_tokens + a.output_tokens for a in arrivals)} tokens in all")
+
+# %% [markdown]
+# Served by an engine, all offered at once:
 
 
+# %%
 def serve(engine, arrivals):
-    asked = []
-    for i, a in enumerate(arrivals):
-        prompt = workload.random_prompt(a, engine.model.vocab_size, seed=i)
-        asked.append(engine.add(prompt, SamplingParams(max_tokens=a.output_tokens, ignore_eos=True)))
+    prompts = [workload.random_prompt(a, engine.model.vocab_size, seed=i) for i, a in enumerate(arrivals)]
+    params = [SamplingParams(max_tokens=a.output_tokens, ignore_eos=True) for a in arrivals]
+    asked = [engine.add(*pair) for pair in zip(prompts, params)]
     engine.run()
     return asked
 
 
 # %% [markdown]
-# This is the longest cell of the notebook, 15 seconds or more.
+# First a pool that holds them all, then a half of it, a quarter, an eighth. What does not fit waits for its turn. This
+# is the longest cell of the notebook, 15 seconds or more.
 
 # %%
 measured_pools = {}
 for tokens in (1024, 512, 256, 128):
     engine = build_engine(model, gpu_kv_tokens=tokens, cpu_kv_tokens=1024)
-    row = metrics.summary(serve(engine, arrivals))
-    measured_pools[tokens] = row["output_tokens_per_s"]
-    print(f"{tokens:5} tokens of KV: {engine.iterations:3} iterations, {row['output_tokens_per_s']:5.1f} tokens/s")
+    speed = metrics.summary(serve(engine, arrivals))["output_tokens_per_s"]
+    measured_pools[f"{tokens:,}"] = speed, engine.iterations
+    print(f"{tokens:5} tokens of KV: {engine.iterations:3} iterations, {speed:5.1f} tokens/s")
 
 # %% [markdown]
 # Less memory, smaller batches, more passes over the same weights. And that is not all. A request grows while it
@@ -325,7 +382,7 @@ for tokens in (1024, 512, 256, 128):
 # comes back later (two swaps); if that is full too, it is dropped and prefilled again, prompt and answer so far.
 #
 # How often? The scheduler is a program without a model in it, so you can ask it about the paper's A10G. This executor
-# answers every plan at once. The load: 200 requests of about 1,000 + 200 tokens, Llama-3.1-8B.
+# answers every plan at once:
 
 
 # %%
@@ -334,6 +391,10 @@ class PlansOnly:
         return {w.request.id: 7 for w in plan.work if w.samples}
 
 
+# %% [markdown]
+# The load: 200 requests of about 1,000 + 200 tokens, Llama-3.1-8B. We want the average batch, and who had to make way.
+
+# %%
 many = workload.synthetic(200, prompt_tokens=1000, output_tokens=200)
 
 
@@ -365,14 +426,16 @@ for tokens in A10G_POOLS:
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.4, 3.6))
-left.bar([f"{n:,}" for n in measured_pools], measured_pools.values(), 0.6, color=plots.COLORS["gpu"])
+speeds, counts = zip(*measured_pools.values())
+labels = [f"{n} iterations" for n in counts]
+left.bar_label(left.bar(measured_pools.keys(), speeds, 0.6, color=plots.COLORS["gpu"]), labels, size=8)
 left.set_title(f"measured: {model.config.name}, 12 requests of 48 + 16 tokens", size=9)
 left.set(ylabel="output tokens per second", xlabel="tokens of KV in the GPU pool")
 right.bar([f"{n:,}" for n in A10G_POOLS], batches, 0.6, color="#8a8a8a")
 for x, (batch, moved, dropped) in enumerate(zip(batches, swaps, recomputes)):
     right.text(x, batch + 0.5, f"{moved} swaps or\n{dropped} recomputes", ha="center", va="bottom", size=8)
 right.margins(y=0.15)
-right.set_title("the scheduler's plans: Llama-3.1-8B, 200 requests of 1,000 + 200 tokens", size=9)
+right.set_title("plans for Llama-3.1-8B, 200 requests of 1,000 + 200", size=9)
 right.set(ylabel="tokens in an iteration, on average", xlabel="tokens of KV in the GPU pool")
 fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "03_kv_memory", "measured + simulated", note=here)
@@ -385,30 +448,35 @@ _ = plots.save_figure(fig, "03_kv_memory", "measured + simulated", note=here)
 # ## 5. What can leave the GPU?
 #
 # Ask of each part of the model: how many operations does it do for each byte that it must fetch? This *arithmetic
-# intensity* decides what limits it. A linear layer fetches its weights once for the whole batch: 2 operations for
-# each weight and token. The attention of a decode fetches each request's own K and V, which no other request shares.
+# intensity* decides what limits it. A linear layer fetches its weights once for the whole batch, and does 2 operations
+# with each weight for each token:
 
 
 # %%
 def linear_intensity(m, tokens):
-    weights = m.layer_parameters
-    return 2 * weights * tokens / (2 * weights)  # operations / bytes, fp16
+    return 2 * m.layer_parameters * tokens / (2 * m.layer_parameters)  # operations / bytes, fp16
 
 
+# %% [markdown]
+# The attention of a decode fetches each request's own K and V, which no other request shares, and does a multiplication
+# and an addition with each of their numbers for each query head:
+
+
+# %%
 def attention_intensity(m, context):
-    operations = 4 * m.num_heads * m.head_dim * context  # q·K and p·V: a multiplication and an addition each
+    operations = 2 * 2 * m.num_heads * m.head_dim * context  # q·K, then p·V
     return operations / (2 * m.num_kv_heads * m.head_dim * context * 2)
 
 
 # %% [markdown]
-# The batch cancels out of one, the context out of the other. What is left is a line of text:
+# The weights cancel out of the one and leave the batch. The context cancels out of the other, and leaves only how many
+# query heads share a KV head:
 
 # %%
-for name in ("llama-2-7b", "llama-3.1-8b"):
-    m = MODELS[name]
+for m in LLAMAS[:2]:
     linear = ", ".join(f"{linear_intensity(m, n):.0f} at {n}" for n in (1, 26, 512))
     print(
-        f"{name:13} linear: {linear} tokens;  decode attention: {attention_intensity(m, 1000):.0f}, whatever the batch"
+        f"{m.name:13} linear: {linear} tokens;  decode attention: {attention_intensity(m, 1000):.0f}, whatever the batch"
     )
     assert attention_intensity(m, 1000) == attention_intensity(m, 9999) == m.group_size
 
@@ -428,12 +496,12 @@ def matmul_tflop_s(size=1536):
     return 2 * size**3 / min(times_s) / 1e12
 
 
-own_gb_s, own_tflop_s = machine.measure_read_bandwidth(torch.get_num_threads())["gb_per_s"], matmul_tflop_s()
-machines = {
-    "A10G (paper)": (600, 125),
-    "server CPU (paper)": (200, 1.2),
-    "this CPU (measured)": (own_gb_s, own_tflop_s),
-}
+# %% [markdown]
+# Three machines, and the intensity at which each is in balance:
+
+# %%
+own = (machine.measure_read_bandwidth(torch.get_num_threads())["gb_per_s"], matmul_tflop_s())
+machines = {"A10G (paper)": (600, 125), "server CPU (paper)": (200, 1.2), "this CPU (measured)": own}
 for name, (gb_s, tflop_s) in machines.items():
     print(
         f"{name:20} {gb_s:6.1f} GB/s {tflop_s:7.2f} TFLOP/s: balanced at {1e3 * tflop_s / gb_s:4.0f} operations a byte"

@@ -45,7 +45,7 @@ from neo_lite import machine
 machine.print_env(machine.env_report())
 
 # %% [markdown]
-# The imports, the model of the course, and one line about this machine that the figures will carry.
+# What this notebook uses of the package, and of others.
 
 # %%
 import json
@@ -61,11 +61,14 @@ from neo_lite.config import MODELS
 from neo_lite.kv_cache import KVCache
 from neo_lite.request import Move, Request
 
+# %% [markdown]
+# The model, and one line about this machine that the figures will carry.
+
+# %%
 plots.use_style()
 BELOW = (0, 0.04, 1, 1)  # leaves room beneath a figure for its source
-model = load_model("smollm2")
-card = machine.gpu()
-threads = torch.get_num_threads()  # for the CPU's attention as many as torch uses for the rest
+model, llama = load_model("smollm2"), MODELS["llama-3.1-8b"]
+card, threads = machine.gpu(), torch.get_num_threads()  # the CPU's attention gets as many as torch
 here = card["name"] if card else f"{machine.cpu_name()}, threads: {threads}, in the GPU's place too"
 print(f"{model.config.name} on {model.device} in {model.dtype}; {here}")
 
@@ -74,7 +77,7 @@ print(f"{model.config.name} on {model.device} in {model.dtype}; {here}")
 #
 # If the attention of a decode runs on the host, each layer must send it the new token's q, k and v, and gets the
 # attention's output `o` back. Nothing else: the K and V of all earlier tokens are there already. Count the bytes of
-# one token in one layer, then hold your count against tensors that the model really makes.
+# one token in one layer:
 
 
 # %%
@@ -84,6 +87,10 @@ def moved_bytes(m, bytes_per_number):
     return out * bytes_per_number, back * bytes_per_number
 
 
+# %% [markdown]
+# Then hold your count against tensors that the model really makes:
+
+# %%
 token, position = torch.tensor([[7], [0]], device=model.device)
 with torch.inference_mode():
     q, k, v = model.pre_attention(0, model.embed(token), model.rope(position))
@@ -95,7 +102,6 @@ print(f"q {list(q.shape)}, k and v {list(k.shape)}: {moved_bytes(model.config, q
 # For Llama-3.1-8B in fp16 and a request of 1,000 tokens:
 
 # %%
-llama = MODELS["llama-3.1-8b"]
 small = sum(moved_bytes(llama, 2))
 whole = 1000 * llama.kv_bytes_per_token("float16") // llama.num_layers
 print(f"each layer, each step: {small / 1024:.0f} KiB for q, k, v and o; {whole / 1e6:.1f} MB for the KV,", end=" ")
@@ -144,19 +150,27 @@ class NoPrefill:
         return {w.request.id: 7 for w in plan.work if w.samples}
 
 
+# %% [markdown]
+# The engine, and its eight requests. The GPU's pool can be one block: nothing will ever be in it.
+
+# %%
 timeline = Timeline()
 pools = dict(gpu_kv_tokens=16, cpu_kv_tokens=8 * 1088, cpu_threads=threads)
 engine = build_engine(model, mode="simple", timeline=timeline, **pools)
 for _ in range(8):
     engine.add([7] * 1000, SamplingParams(max_tokens=64, ignore_eos=True))
+
+# %% [markdown]
+# The stand-in takes them past their prompts; then the real executor returns.
+
+# %%
 real, engine.executor = engine.executor, NoPrefill()
 while engine.scheduler.waiting:
     engine.step()
 engine.executor = real
 
 # %% [markdown]
-# A few iterations; keep the fastest, since other programs can only add to it. Predict before you run: in one iteration
-# of simple offloading, for how much of the time do the GPU and the CPU work *at once*?
+# One iteration, as a timeline of its own:
 
 
 # %%
@@ -166,6 +180,12 @@ def one_iteration():
     return timeline.between(*timeline.span_s)
 
 
+# %% [markdown]
+# A few of them; keep the fastest, since other programs can only add to it. Predict before you run: in one iteration of
+# simple offloading, for how much of the time do the GPU and the CPU work *at once*?
+
+
+# %%
 def length_s(t):
     return t.span_s[1] - t.span_s[0]
 
@@ -183,10 +203,20 @@ def busy_fraction(t, lane):
     return sum(e.duration_s for e in t.events if e.lane == lane) / length_s(t)
 
 
-for lane in measured.lanes():
-    assert abs(busy_fraction(measured, lane) - measured.busy_fraction(lane)) < 1e-9 or card
-    print(f"{lane:10} busy {measured.busy_fraction(lane):6.1%}, idle {1 - measured.busy_fraction(lane):6.1%}")
-print(f"GPU and CPU at once: {measured.overlap_s('gpu', 'cpu') / length_s(measured):.1%}")
+assert abs(busy_fraction(measured, "cpu") - measured.busy_fraction("cpu")) < 1e-9
+
+# %% [markdown]
+# The package's counts overlapping events once, too. Lane by lane, and the answer to the prediction:
+
+
+# %%
+def report(t):
+    for lane in t.lanes():
+        print(f"{lane:10} busy {t.busy_fraction(lane):6.1%}, idle {1 - t.busy_fraction(lane):6.1%}")
+    print(f"GPU and CPU at once: {t.overlap_s('gpu', 'cpu') / length_s(t):.1%}")
+
+
+report(measured)
 
 # %% [markdown]
 # They never work at once, and they could not: layer 1's projections need layer 1's attention, and that needs layer 1's
@@ -199,15 +229,18 @@ print(f"GPU and CPU at once: {measured.overlap_s('gpu', 'cpu') / length_s(measur
 # %%
 DATA = next(p for p in (Path("data"), Path("../data"), Path("neo-lite/data")) if p.is_dir())
 saved = json.loads((DATA / "recorded/h200_8sm_simple_offloading.json").read_text())
-recorded = Timeline()
-for lane, name, start_s, end_s, layer in saved["events"]:
-    recorded.record(lane, name, start_s, end_s, layer=layer)
 part = saved["stamp"]["gpu"]
 about = f"{part['partition_sms']} SMs of an {part['name']}, {saved['threads']} host threads"
 print(f"{saved['model']}, {saved['requests']} requests of {saved['context_tokens']:,} tokens; {about}")
-for lane in recorded.lanes():
-    print(f"{lane:10} busy {recorded.busy_fraction(lane):6.1%}, idle {1 - recorded.busy_fraction(lane):6.1%}")
-print(f"GPU and CPU at once: {recorded.overlap_s('gpu', 'cpu') / length_s(recorded):.1%}")
+
+# %% [markdown]
+# Its events make a `Timeline` like any other:
+
+# %%
+recorded = Timeline()
+for lane, name, start_s, end_s, layer in saved["events"]:
+    recorded.record(lane, name, start_s, end_s, layer=layer)
+report(recorded)
 
 # %% [markdown]
 # The whole iteration is the same picture as often as there are layers. Zoom in on three of them.
@@ -215,14 +248,19 @@ print(f"GPU and CPU at once: {recorded.overlap_s('gpu', 'cpu') / length_s(record
 
 # %%
 def layers(t, first, last):
-    inside = [e for e in t.events if first <= (-1 if e.args.get("layer") is None else e.args["layer"]) <= last]
+    inside = [e for e in t.events if e.args.get("layer") in range(first, last + 1)]
     return t.between(min(e.start_s for e in inside), max(e.end_s for e in inside))
 
 
+# %% [markdown]
+# Drawn with each lane's idle share of the *whole* iteration beside its name:
+
+
+# %%
 def draw(t, ax, title):
     part = layers(t, 10, 12)
     part.plot(ax, legend=False)
-    ax.set_title(title, size=9)
+    ax.set_title(f"{title}; layers 10 to 12", size=9)
     ax.grid(axis="y", alpha=0)
     idle = [f"{lane} ({1 - t.busy_fraction(lane):.0%} idle)" for lane in part.lanes()]
     ax.set_yticks(range(len(idle)), idle, size=9)
@@ -234,9 +272,9 @@ def draw(t, ax, title):
 
 # %%
 fig, axes = plt.subplots(2, 1, figsize=(8.6, 4.9), height_ratios=[1, 1.6])
-draw(measured, axes[0], f"measured: {model.config.name}, 8 requests of 1,000 tokens, layers 10 to 12\n{here}")
+draw(measured, axes[0], f"measured: {model.config.name}, 8 requests of 1,000 tokens\n{here}")
 size = f"{saved['requests']} requests of {saved['context_tokens']:,} tokens"
-draw(recorded, axes[1], f"recorded: Llama-3.1-8B's shape, {size}, layers 10 to 12\n{about}")
+draw(recorded, axes[1], f"recorded: Llama-3.1-8B's shape, {size}\n{about}")
 axes[0].set_xlabel("")
 entries = {text: bar for ax in axes for bar, text in zip(*ax.get_legend_handles_labels())}
 fig.legend(entries.values(), entries.keys(), loc="lower left", ncols=5, fontsize=8)
@@ -251,8 +289,7 @@ _ = plots.save_figure(fig, "05_timeline", "measured + recorded")
 #
 # Before you mend that, look at the other obvious design, which many systems chose: keep the KV on the host, and copy
 # it to the GPU whenever it is needed. No processor has to compute anything. Measure both, layer by layer. Two pools of
-# a few layers (enough that no cache holds them), eight requests of 1,000 tokens in 63 blocks each, scattered over the
-# CPU pool; and for each request the `Move` that brings its blocks to the GPU pool.
+# a few layers (enough that no cache holds them), for eight requests of 1,000 tokens, in 63 blocks each:
 
 # %%
 COUNT, TOKENS, WIDTH, LAYERS = 8, 1000, 63, 8
@@ -260,15 +297,22 @@ config = EngineConfig(gpu_kv_tokens=COUNT * WIDTH * 16, cpu_kv_tokens=COUNT * WI
 cache = KVCache(replace(model.config, num_layers=LAYERS), config, model.dtype, model.device)
 cpu_pool, gpu_pool = cache.pools["cpu"], cache.pools["gpu"]
 cpu_pool.k.normal_(), cpu_pool.v.normal_()
-scattered = torch.randperm(COUNT * WIDTH).view(COUNT, WIDTH)
-in_order = torch.arange(COUNT * WIDTH).view(COUNT, WIDTH)
-moves = [
-    cache.prepare(Move(Request(i, (7,)), "gpu", tuple(scattered[i].tolist()), tuple(in_order[i].tolist())))
-    for i in range(COUNT)
-]
+scattered, in_order = torch.randperm(COUNT * WIDTH).view(COUNT, WIDTH), torch.arange(COUNT * WIDTH).view(COUNT, WIDTH)
 
 # %% [markdown]
-# Two ways to the same attention output: compute where the KV is, or move the KV to where the GPU computes.
+# Each request lies scattered over the CPU pool, as paged KV does. This `Move` brings it to the GPU's:
+
+
+# %%
+def prepare(i):
+    source, target = (tuple(blocks[i].tolist()) for blocks in (scattered, in_order))
+    return cache.prepare(Move(Request(i, (7,)), "gpu", source, target))
+
+
+moves = [prepare(i) for i in range(COUNT)]
+
+# %% [markdown]
+# What an attention backend wants to know of its sequences is a `View`: how many new tokens, how long, in which blocks.
 
 
 # %%
@@ -277,15 +321,26 @@ def view(blocks, device):
     return attention.View((1,) * COUNT, lens, blocks.int().to(device), TOKENS)
 
 
+host_view, gpu_view = view(scattered, "cpu"), view(in_order, model.device)
+
+# %% [markdown]
+# Two ways to the same output. Here is the first, attention where the KV is: the kernel reads it in place.
+
+# %%
 q = torch.randn(COUNT, model.config.num_heads, model.config.head_dim, dtype=model.dtype)
 k = v = torch.empty(COUNT, model.config.num_kv_heads, model.config.head_dim, dtype=model.dtype)
-host_view, gpu_view = view(scattered, "cpu"), view(in_order, model.device)
-gpu_attention = attention.gpu_decode_backend(model.device)
-q_gpu, k_gpu, v_gpu = (t.to(model.device) for t in (q, k, v))
 
 
 def on_the_cpu(layer):
     return attention.cpu_kernel_decode(q, k, v, cpu_pool.k[layer], cpu_pool.v[layer], host_view, threads)
+
+
+# %% [markdown]
+# The second moves the KV to where the GPU computes, then computes:
+
+# %%
+gpu_attention = attention.gpu_decode_backend(model.device)
+on_gpu = [t.to(model.device) for t in (q, k, v)]
 
 
 def swap_in(layer):
@@ -295,11 +350,17 @@ def swap_in(layer):
 
 def swap_in_and_gpu(layer):
     swap_in(layer)
-    return gpu_attention(q_gpu, k_gpu, v_gpu, gpu_pool.k[layer], gpu_pool.v[layer], gpu_view)
+    return gpu_attention(*on_gpu, gpu_pool.k[layer], gpu_pool.v[layer], gpu_view)
 
 
 # %% [markdown]
-# First that they agree; then the clock, on each in turn, the fastest of several.
+# First of all, do they agree?
+
+# %%
+torch.testing.assert_close(on_the_cpu(0), swap_in_and_gpu(0).cpu(), atol=2e-3, rtol=2e-3)
+
+# %% [markdown]
+# They do. Now the clock: all layers in turn, as a model would, the fastest of a few rounds.
 
 
 # %%
@@ -315,12 +376,19 @@ def seconds_a_layer(work, repeats=6):
     return min(times_s)
 
 
-torch.testing.assert_close(on_the_cpu(0), swap_in_and_gpu(0).cpu(), atol=2e-3, rtol=2e-3)
+# %% [markdown]
+# The copy is timed alone as well, to see what part of the second way it is.
+
+
+# %%
+def table(times_s, kv_bytes):
+    for name, seconds in times_s.items():
+        print(f"{name:21} {1e3 * seconds:6.2f} ms a layer, {kv_bytes / seconds / 1e9:5.1f} GB of KV a second")
+
+
 WAYS = ("attention on the CPU", "copy of the KV alone", "copy, GPU attention")
 ours_s = dict(zip(WAYS, map(seconds_a_layer, (on_the_cpu, swap_in, swap_in_and_gpu))))
-kv_bytes = 2 * COUNT * TOKENS * model.config.num_kv_heads * model.config.head_dim * model.dtype.itemsize
-for name, seconds in ours_s.items():
-    print(f"{name:21} {1e3 * seconds:6.2f} ms a layer, {kv_bytes / seconds / 1e9:5.1f} GB of KV a second")
+table(ours_s, COUNT * TOKENS * model.config.kv_bytes_per_token(str(model.dtype)[6:]) // model.config.num_layers)
 
 # %% [markdown]
 # Without a GPU the "link" is a copy within your own memory, faster than a real one; and the GPU's attention is torch's,
@@ -328,12 +396,10 @@ for name, seconds in ours_s.items():
 # timeline above:
 
 # %%
-theirs, kv_bytes = saved["per_layer_s"], saved["kv_bytes_per_layer"]
+theirs, kv_bytes, link_gb_per_s = (saved[name] for name in ("per_layer_s", "kv_bytes_per_layer", "link_gb_per_s"))
 theirs_s = dict(zip(WAYS, (theirs["cpu_attention"], theirs["link_copy"], theirs["swap_in_and_gpu_attention"])))
-for name, seconds in theirs_s.items():
-    print(f"{name:21} {1e3 * seconds:6.2f} ms a layer, {kv_bytes / seconds / 1e9:5.1f} GB of KV a second")
-print(f"{kv_bytes / 1e6:.1f} MB over a link of {saved['link_gb_per_s']:.0f} GB/s:", end=" ")
-print(f"{kv_bytes / saved['link_gb_per_s'] / 1e6:.2f} ms")
+table(theirs_s, kv_bytes)
+print(f"{kv_bytes / 1e6:.0f} MB over a link of {link_gb_per_s:.0f} GB/s: {kv_bytes / link_gb_per_s / 1e6:.2f} ms")
 
 # %% [markdown]
 # Compare the last line with the first: a copy that used the link to the full would still take longer than the whole
