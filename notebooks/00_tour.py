@@ -132,8 +132,11 @@ assert runs["gpu-only"][0].output == runs["simple"][0].output == request.output
 print("\nThe same", len(request.output), "tokens.")
 
 # %% [markdown]
-# Equal answers prove little if both runs took the same path. The timeline knows: every attention call was recorded with
-# its lane and with the backend that served it.
+# Their numbers differ in the seventh digit or so, and in fp32 that is far too little to change which word is the best.
+# (In fp16 it could be enough, now and then, where two words are nearly as good.)
+#
+# But equal answers prove little if both runs took the same path. The timeline knows: every attention call was
+# recorded with its lane and with the backend that served it.
 
 # %%
 from collections import Counter
@@ -226,8 +229,8 @@ print(f"on the host: {cpu_tokens:6} tokens = {paper_cpu_bytes / GIB:5.2f} GiB")
 print(f"             -> {cpu_tokens / osc_tokens:5.1f} requests at a time")
 
 # %% [markdown]
-# Two. A card of 65 TFLOP/s, serving two people at once, because there is nowhere to keep the notes for a third. The
-# host next to it has memory for nearly a hundred.
+# Two. A card of 65 TFLOP/s (fp16, by its data sheet), serving two people at once, because there is nowhere to keep
+# the notes for a third. The host next to it has memory for nearly a hundred.
 
 # %%
 rest_bytes = 15 * GIB - weights_bytes - paper_gpu_tokens * kv_token_bytes

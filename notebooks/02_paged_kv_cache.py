@@ -67,11 +67,12 @@ from neo_lite.request import Request
 from neo_lite.workload import synthetic
 
 # %% [markdown]
-# The arrivals are seeded, so yours are the same as mine.
+# Everything random here is seeded, so yours are the same as mine.
 
 # %%
 plots.use_style()
 plt.rcParams["figure.autolayout"] = True
+torch.manual_seed(0)
 POOL_TOKENS, BLOCK, MOST_OUTPUT = 4096, 16, 256
 arrivals = synthetic(200, prompt_tokens=372, output_tokens=45, spread=0.5, seed=1)
 print("first three (prompt, output):", [(a.prompt_tokens, a.output_tokens) for a in arrivals[:3]])
@@ -255,8 +256,8 @@ plt.show()
 #
 # ## 3. Block tables and slots
 #
-# The price is that a request's tokens are no longer neighbours. Token `p` lies in block `block_table[p //
-# block_size]`, at place `p % block_size`. The two together make its **slot**, the number of a place in the pool.
+# The price is that a request's tokens are no longer neighbours. Token `p` lies at place `p % block_size` of block
+# `block_table[p // block_size]`. The two together make its **slot**, the number of a place in the pool.
 
 
 # %%
@@ -312,20 +313,32 @@ plt.show()
 
 # %% [markdown]
 # A real pool keeps, for each layer, K and V as `[block, kv_head, place, head_dim]`. We make one, fill it with NaN, so
-# that any place we should not touch will betray us, and let the package's `store` write ten tokens at our slots.
+# that any place we should not touch will betray us, and write ten tokens at their slots.
 
 # %%
 cpu = torch.device("cpu")
 pool = KVPool(shape, 8, 4, torch.float32, cpu, "cpu")
-pool.k.fill_(torch.nan), pool.v.fill_(torch.nan)
+for half in (pool.k, pool.v):
+    half.fill_(torch.nan)
+
+# %% [markdown]
+# Storing means splitting each slot into block and place again:
+
+
+# %%
+def toy_store(pool: KVPool, layer: int, k: torch.Tensor, v: torch.Tensor, slots: list[int]) -> None:
+    """k, v [tokens, kv_heads, head_dim] to their slots."""
+    number = torch.tensor(slots)
+    block, place = number // pool.k.shape[3], number % pool.k.shape[3]
+    pool.k[layer][block, :, place], pool.v[layer][block, :, place] = k, v
+
 
 # %% [markdown]
 # Ten tokens of random K and V, to the slots of the first table:
 
 # %%
 k, v = (torch.randn(10, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-slots = torch.tensor([slot(tables[0], p, 4) for p in range(10)])
-pool.store(0, k, v, slots)
+toy_store(pool, 0, k, v, [slot(tables[0], p, 4) for p in range(10)])
 print(tuple(pool.k.shape), "places still NaN in layer 0:", int(pool.k[0, :, 0, :, 0].isnan().sum()), "of", 8 * 4)
 
 # %% [markdown]
@@ -339,7 +352,7 @@ def toy_gather(cache: torch.Tensor, table: list[int], length: int) -> torch.Tens
 
 
 # %% [markdown]
-# The package has the same, behind a `View`: which sequences, how long, and which blocks.
+# Does the package find our tokens? It reads through a `View`: which sequences, how long, and which blocks.
 
 # %%
 view = attention.View((1,), torch.tensor([10]), torch.tensor([tables[0]]))
@@ -365,10 +378,11 @@ tables = [[deck.popleft() for _ in range(-(-n // BLOCK))] for n in lengths]
 
 # %%
 pool = KVPool(shape, 16, BLOCK, torch.float32, cpu, "cpu")
-pool.k.fill_(torch.nan), pool.v.fill_(torch.nan)
+for half in (pool.k, pool.v):
+    half.fill_(torch.nan)
 plain = [torch.randn(2, n, shape.num_kv_heads, shape.head_dim) for n in lengths]
 for (k, v), table in zip(plain, tables):
-    pool.store(0, k, v, torch.tensor([slot(table, p, BLOCK) for p in range(len(k))]))
+    toy_store(pool, 0, k, v, [slot(table, p, BLOCK) for p in range(len(k))])
 print(tables)
 
 # %% [markdown]
@@ -421,7 +435,7 @@ settings = EngineConfig(gpu_kv_tokens=64, cpu_kv_tokens=128, block_size=BLOCK)
 cache = KVCache(shape, settings, torch.float32, cpu)
 blocks = Blocks(settings.num_gpu_blocks, settings.num_cpu_blocks, BLOCK)
 request = Request(0, tuple(range(40)))
-blocks.grow(request, 40)
+assert blocks.grow(request, 40)
 
 # %% [markdown]
 # Forty tokens of random KV in every layer:
@@ -429,7 +443,7 @@ blocks.grow(request, 40)
 # %%
 for layer in range(shape.num_layers):
     k, v = (torch.randn(40, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    cache.pools["gpu"].store(layer, k, v, torch.tensor([slot(request.block_table, p, BLOCK) for p in range(40)]))
+    toy_store(cache.pools["gpu"], layer, k, v, [slot(request.block_table, p, BLOCK) for p in range(40)])
 print(f"r0 on the {request.device}, blocks {request.block_table}; k, v of the last layer kept for comparison")
 
 # %% [markdown]
