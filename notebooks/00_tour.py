@@ -511,14 +511,15 @@ button = widgets.Button(description="Generate", tooltip="Run the model with thes
 result = widgets.HTML()
 
 # %% [markdown]
-# What the button does is what you did above: build, add, run, and draw.
+# What the button does is what you did above: build, add, run, and draw. (For one request, one thread of the CPU
+# kernel is plenty.)
 
 
 # %%
 def generate(_=None) -> None:
     result.value = "Working ..."
     timeline, ids = Timeline(), tokenizer.encode(prompt_box.value)
-    engine = build_engine(model, timeline=timeline, mode=mode_box.value, cpu_kv_tokens=1024, gpu_kv_tokens=1024)
+    engine = build_engine(model, timeline=timeline, mode=mode_box.value, cpu_kv_tokens=1024, cpu_threads=1)
     answer = engine.add(ids, SamplingParams(max_tokens=length_box.value))
     engine.run()
     text = html.escape(tokenizer.decode(answer.output))
