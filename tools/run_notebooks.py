@@ -211,6 +211,7 @@ def main() -> int:
     for number, source in enumerate(sources, 1):
         print(f"[{number}/{len(sources)}] {source.stem} ...", flush=True)
         runs.append(execute(source, out, options.exercises))
+        print(f"    {runs[-1].seconds:.1f} s, {runs[-1].figures} figures", flush=True)
         for problem in runs[-1].problems:
             print(f"    {source.name}: {problem}", flush=True)
     print(f"\n{table(runs)}\nnotebooks in {options.out}/notebooks, figures in {options.out}/figures")
