@@ -190,7 +190,7 @@ def length_s(t):
     return t.span_s[1] - t.span_s[0]
 
 
-measured = min((one_iteration() for _ in range(6)), key=length_s)
+measured = min((one_iteration() for _ in range(16)), key=length_s)
 print(f"{1e3 * length_s(measured):.1f} ms, {len(measured.events)} events on lanes {measured.lanes()}")
 
 # %% [markdown]
