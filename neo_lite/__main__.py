@@ -36,7 +36,33 @@ def parser() -> argparse.ArgumentParser:
     env.add_argument("--json", action="store_true")
     env.set_defaults(command=run_env)
     _generate_arguments(commands.add_parser("generate", help="generate text, tokens streaming as they come"))
+    bench = commands.add_parser("bench", help="throughput and latency of a seeded batch of requests, offered at once")
+    add_bench_arguments(bench)
+    bench.set_defaults(command=run_bench)
     return top
+
+
+def add_bench_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default="random:llama-3.1-8b")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--mode", default="gpu-only", help=", ".join(MODES))
+    p.add_argument("--num-sms", type=int, default=0, help="multiprocessors of the GPU to use (0: all)")
+    p.add_argument("--cpu-threads", type=int, default=0)
+    p.add_argument("--gpu-kv-tokens", type=int, default=26400)
+    p.add_argument("--cpu-kv-gib", type=float, default=16.0)
+    p.add_argument("--max-batched-tokens", type=int, default=2048)
+    p.add_argument("--workload", default="synthetic:1000,200", help="synthetic:PROMPT,OUTPUT tokens, each +- 10 %%")
+    p.add_argument("--requests", type=int, default=60)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--trace", default="", help="write a Chrome/Perfetto trace of the last iterations to this file")
+    p.add_argument("--json", action="store_true")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from neo_lite import bench
+
+    return bench.main(args)
 
 
 def _generate_arguments(p: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.machine import check_memory
@@ -39,16 +40,19 @@ class KVPool:
         if device.type == "cpu" and torch.cuda.is_available():
             self._by_gpu = {"k": gpu_view(self.k), "v": gpu_view(self.v)}
 
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens] (block * block_size + place in the block).
+    def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens]: block * block_size + place in the block."""
+        self.put(layer, k, v, slots // self.block_size, slots % self.block_size)
+
+    def put(self, layer: int, k: Tensor, v: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """The same, with blocks and places worked out before, once for all layers.
 
         From the GPU into the CPU pool it is a kernel that writes pinned host memory over the link.
         """
-        blocks, places = slots // self.block_size, slots % self.block_size
         self.seen(k.is_cuda, "k")[layer][blocks, :, places] = k
         self.seen(k.is_cuda, "v")[layer][blocks, :, places] = v
 
-    def seen(self, by_gpu: bool, which: str) -> torch.Tensor:
+    def seen(self, by_gpu: bool, which: str) -> Tensor:
         """`k` or `v` as the GPU or as the host addresses it."""
         return self._by_gpu[which] if by_gpu and which in self._by_gpu else getattr(self, which)
 
@@ -83,8 +87,8 @@ class Swap:
 
     source: KVPool
     target: KVPool
-    from_blocks: torch.Tensor  # int64 [blocks]
-    to_blocks: torch.Tensor
+    from_blocks: Tensor  # int64 [blocks]
+    to_blocks: Tensor
 
     def layer(self, layer: int) -> None:
         """Copies one layer's blocks."""
@@ -94,7 +98,7 @@ class Swap:
             target.index_copy_(0, self.to_blocks, source.index_select(0, self.from_blocks))
 
 
-def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed host tensor on 2 MB pages, registered with CUDA where there is one.
 
     One page-table entry for 2 MB instead of 4 KiB, and registering after the first touch, made a pool 6 times faster to
@@ -114,7 +118,7 @@ def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return tensor.view(dtype).view(shape)
 
 
-def _register(tensor: torch.Tensor) -> None:
+def _register(tensor: Tensor) -> None:
     """Pins pages that exist already, until the tensor's memory goes."""
     cudart, address = torch.cuda.cudart(), tensor.data_ptr()
     if int(cudart.cudaHostRegister(address, tensor.numel(), 0)) != 0:
@@ -125,13 +129,13 @@ def _register(tensor: torch.Tensor) -> None:
 class _Address:
     """Tells torch of memory that it did not allocate, as CUDA arrays do (it knows no bfloat16: bytes)."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.keep = tensor
         self.__cuda_array_interface__ = {
             "shape": (tensor.numel() * tensor.itemsize,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
         }  # fmt: skip
 
 
-def gpu_view(tensor: torch.Tensor) -> torch.Tensor:
+def gpu_view(tensor: Tensor) -> Tensor:
     """A pinned host tensor as a CUDA tensor over the same memory: kernels read and write it over the link."""
     return torch.as_tensor(_Address(tensor), device="cuda").view(tensor.dtype).view(tensor.shape)

@@ -30,7 +30,7 @@ from neo_lite.config import EngineConfig
 from neo_lite.cpu_attention import CompilerMissing, Kernel
 from neo_lite.kv_cache import KVCache
 from neo_lite.model import Llama, sample
-from neo_lite.request import Device, IterationPlan, Request, SubBatch, Work
+from neo_lite.request import IterationPlan, Request, SubBatch, Work
 from neo_lite.streams import Cuda, Host, Pending
 from neo_lite.timeline import Timeline
 
@@ -39,16 +39,22 @@ class Rows:
     """The tensors of one sub-batch: what every layer needs to know of its rows, made once an iteration."""
 
     def __init__(self, batch: SubBatch, block_size: int, device: torch.device) -> None:
-        self.works = tuple(batch)
-        pairs = [(w.request, p) for w in self.works for p in range(w.start, w.seq_len)]
+        leaving = [w for w in batch.prefills if w.request.device == "cpu"]
+        prefills = (*leaving, *(w for w in batch.prefills if w.request.device == "gpu"))
+        works = (*prefills, *batch.gpu_decodes, *batch.cpu_decodes)
+        pairs = [(w.request, p) for w in works for p in range(w.start, w.seq_len)]
         self.tokens = torch.tensor([r.token(p) for r, p in pairs], device=device)  # [tokens]
         self.positions = torch.tensor([p for _, p in pairs], device=device)  # [tokens]
-        ends = torch.tensor([w.length for w in self.works]).cumsum(0) - 1
-        self.samples = [w.request for w in self.works if w.samples]
-        self.last = ends[[w.samples for w in self.works]].to(device)  # the row of each request that samples
-        self.prefills, self.gpu_decodes, self.cpu_decodes = _parts(batch, block_size, device)
-        stored = pairs[: len(pairs) - len(batch.cpu_decodes)]  # a CPU decode's own k, v go with its q
-        self.to_gpu, self.to_cpu = (_slots(stored, pool, block_size, device) for pool in ("gpu", "cpu"))
+        ends = torch.tensor([w.length for w in works]).cumsum(0) - 1
+        self.samples = [w.request for w in works if w.samples]
+        self.last = ends[[w.samples for w in works]].to(device)  # the row of each request that samples
+        parts = [prefills, batch.gpu_decodes, batch.cpu_decodes]
+        self.prefills, self.gpu_decodes, self.cpu_decodes = _parts(parts, block_size, device)
+        first, end = sum(w.length for w in leaving), len(pairs) - len(batch.cpu_decodes)
+        # new KV that the compute stream sees to: of leaving prefills to the CPU pool, of the rest to the GPU pool
+        self.to_cpu, self.to_gpu = (
+            _stored(pairs, rows, block_size, device) for rows in (slice(first), slice(first, end))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +64,11 @@ class Part:
     works: tuple[Work, ...]
     rows: slice
     view: attention.View
-    slots: Tensor  # of its new tokens, int64
+
+    def new_places(self, size: int) -> tuple[Tensor, Tensor]:
+        """The block and the place in it of each decode's new token, from the host's copy of the view."""
+        last = self.view.seq_lens.long() - 1
+        return self.view.block_table.long().gather(1, (last // size)[:, None])[:, 0], last % size
 
     @property
     def requests(self) -> list[int]:
@@ -108,13 +118,12 @@ class Pipeline:
                 q, k, v = model.pre_attention(layer, x, rope)
             pending = self.start_cpu(rows.cpu_decodes, slot, layer, q, k, v)
             self._store(layer, rows, k, v)
-            attn = torch.empty_like(q)
-            self._gpu_attention(rows, slot, layer, attn, q, k, v)
+            attn = self._gpu_attention(rows, slot, layer, q, k, v)
             yield
             if pending is not None:
-                attn[rows.cpu_decodes.rows] = pending()
+                attn.append(pending())
             with stage("gpu", "post", layer=layer, batch=slot):
-                x = model.post_attention(layer, attn, x)
+                x = model.post_attention(layer, torch.cat(attn) if len(attn) > 1 else attn[0], x)
         with stage("gpu", "head", batch=slot):
             return model.head(x[rows.last])
 
@@ -127,9 +136,9 @@ class Pipeline:
             return lambda: pending().to(self.model.device)
         return self.streams.cpu_attention(slot, self.cache.pools["cpu"], layer, part, q, k, v)
 
-    def _gpu_attention(self, batch: Rows, slot: int, layer: int, attn: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Prefills and GPU decodes, into their rows of `attn`."""
-        pool = self.cache.pools["gpu"]
+    def _gpu_attention(self, batch: Rows, slot: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The outputs of prefills and of GPU decodes, as far as there are any."""
+        pool, outputs = self.cache.pools["gpu"], []
         for name, part, backend in (
             ("prefill_attn", batch.prefills, attention.prefill), ("gpu_attn", batch.gpu_decodes, self.gpu_decode)
         ):  # fmt: skip
@@ -137,20 +146,20 @@ class Pipeline:
                 what = {"backend": backend.__name__, "requests": part.requests}
                 with self.streams.stage("gpu", name, layer=layer, batch=slot, **what):
                     rows = part.rows
-                    attn[rows] = backend(q[rows], k[rows], v[rows], pool.k[layer], pool.v[layer], part.view)
+                    outputs.append(backend(q[rows], k[rows], v[rows], pool.k[layer], pool.v[layer], part.view))
+        return outputs
 
     def _store(self, layer: int, rows: Rows, k: Tensor, v: Tensor) -> None:
         """New keys and values to the pool where each request lives; to the CPU's beside the compute stream."""
-        index, slots = rows.to_gpu
-        if len(index):
+        to = rows.to_gpu
+        if len(to.blocks):
             with self.streams.stage("gpu", "store", layer=layer):
-                self.cache.pools["gpu"].store(layer, k[index], v[index], slots)
-        index, slots = rows.to_cpu
-        if len(index):
-            new_k, new_v = k[index], v[index]
-            self.streams.aside(
-                "d2h", "store", lambda: self.cache.pools["cpu"].store(layer, new_k, new_v, slots), layer=layer
-            )
+                self.cache.pools["gpu"].put(layer, k[to.rows], v[to.rows], to.blocks, to.places)
+        to_cpu = rows.to_cpu
+        if len(to_cpu.blocks):
+            pool = self.cache.pools["cpu"]
+            leave = partial(pool.put, layer, k[to_cpu.rows], v[to_cpu.rows], to_cpu.blocks, to_cpu.places)
+            self.streams.aside("d2h", "store", leave, reads=(k, v), layer=layer)
 
     def _swap(self, plan: IterationPlan) -> list[Any]:
         """Starts the moves of requests between the pools; for each layer what its compute has to wait for."""
@@ -159,13 +168,14 @@ class Pipeline:
         moves = [self.cache.prepare(move) for move in plan.moves]
         lane = "d2h" if plan.moves[0].target == "cpu" else "h2d"
         what = {"requests": [m.request.id for m in plan.moves]}
+        reads = tuple(t for move in moves for t in (move.from_blocks, move.to_blocks))
 
         def swap_layer(layer: int) -> None:
             for move in moves:
                 move.layer(layer)
 
         layers = range(self.model.config.num_layers)
-        return [self.streams.aside(lane, "swap", partial(swap_layer, i), layer=i, **what) for i in layers]
+        return [self.streams.aside(lane, "swap", partial(swap_layer, i), reads, layer=i, **what) for i in layers]
 
     def _cpu_backend(self) -> tuple[Backend, Kernel | None]:
         """The C++ kernel, compiled now if it is not yet; torch, with a word about it, where no compiler is found."""
@@ -193,15 +203,12 @@ def alternate(batches: Sequence[Generator[None, None, Tensor]]) -> list[Tensor]:
     return [results[i] for i in range(len(batches))]
 
 
-def _parts(batch: SubBatch, block_size: int, device: torch.device) -> list[Part]:
+def _parts(kinds: list[tuple[Work, ...]], block_size: int, device: torch.device) -> list[Part]:
     """Prefills, GPU decodes, CPU decodes: in the order of the rows, so that each is a slice."""
     parts, row = [], 0
-    host = torch.device("cpu")
-    for works, where in ((batch.prefills, device), (batch.gpu_decodes, device), (batch.cpu_decodes, host)):
-        pairs = [(w.request, p) for w in works for p in range(w.start, w.seq_len)]
-        rows = slice(row, row := row + len(pairs))
-        slots = torch.tensor([_slot(r, p, block_size) for r, p in pairs], dtype=torch.int64, device=where)
-        parts.append(Part(works, rows, view_of(works, where), slots))
+    for works, where in zip(kinds, (device, device, torch.device("cpu")), strict=True):
+        rows = slice(row, row := row + sum(w.length for w in works))
+        parts.append(Part(works, rows, view_of(works, where)))
     return parts
 
 
@@ -214,13 +221,16 @@ def view_of(works: tuple[Work, ...], device: torch.device) -> attention.View:
     return attention.View(tuple(w.length for w in works), lens, table, max(seq_lens, default=0))
 
 
-def _slots(pairs: list[tuple[Request, int]], pool: Device, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows whose KV belongs in `pool`, and the slot of each."""
-    rows = [i for i, (r, _) in enumerate(pairs) if r.device == pool]
-    slots = [_slot(*pairs[i], size) for i in rows]
-    return tuple(torch.tensor(x, dtype=torch.int64, device=device) for x in (rows, slots))  # type: ignore[return-value]
+@dataclass(frozen=True)
+class Stored:
+    """Rows whose new keys and values go to one pool, and where: int64 [rows] each."""
+
+    rows: slice
+    blocks: Tensor
+    places: Tensor
 
 
-def _slot(request: Request, position: int, size: int) -> int:
-    """A token's place in its pool: block * block_size + offset."""
-    return request.block_table[position // size] * size + position % size
+def _stored(pairs: list[tuple[Request, int]], rows: slice, size: int, device: torch.device) -> Stored:
+    blocks = [r.block_table[p // size] for r, p in pairs[rows]]
+    places = [p % size for _, p in pairs[rows]]
+    return Stored(rows, *(torch.tensor(x, dtype=torch.int64, device=device) for x in (blocks, places)))

@@ -36,8 +36,11 @@ class Host:
         """Times a stage of the caller's stream."""
         return self.timeline.span(lane, name, **args)
 
-    def aside(self, lane: str, name: str, work: Callable[[], None], **args: Any) -> Any:
-        """Runs a copy beside the compute stream, after what is enqueued there; returns what `wait` takes."""
+    def aside(self, lane: str, name: str, work: Callable[[], None], reads: tuple[Tensor, ...] = (), **args: Any) -> Any:
+        """Runs a copy beside the compute stream, after what is enqueued there; returns what `wait` takes.
+
+        `reads`: tensors of the compute stream that the caller may let go before the copy has run.
+        """
         with self.stage(lane, name, **args):
             work()
 
@@ -47,7 +50,7 @@ class Host:
     def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q: Tensor, k: Tensor, v: Tensor) -> Pending:
         """Starts the decodes of one part on the CPU; q, k, v as in `attention`. `slot`: 0 or 1, the sub-batch."""
         with self.stage("cpu", "cpu_attn", layer=layer, batch=slot, **_served(part, self.decode)):
-            pool.store(layer, k, v, part.slots)
+            pool.put(layer, k, v, *part.new_places(pool.block_size))
             out = self.decode(q, k, v, pool.k[layer], pool.v[layer], part.view)
         return lambda: out
 
@@ -82,10 +85,14 @@ class Cuda:
         end.record()
         self._marks.append((lane, name, args, start, end))
 
-    def aside(self, lane: str, name: str, work: Callable[[], None], **args: Any) -> torch.cuda.Event:
+    def aside(
+        self, lane: str, name: str, work: Callable[[], None], reads: tuple[Tensor, ...] = (), **args: Any
+    ) -> torch.cuda.Event:
         self.copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copies), self.stage(lane, name, **args):
             work()
+        for tensor in reads:  # or its memory would go to the compute stream's next tensor while it is being read
+            tensor.record_stream(self.copies)
         return self.copies.record_event()
 
     def wait(self, done: torch.cuda.Event) -> None:
@@ -94,12 +101,12 @@ class Cuda:
 
     def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q: Tensor, k: Tensor, v: Tensor) -> Pending:
         """Enqueues copy, host node, copy. The caller keeps q, k, v until it has called the result."""
-        count, compute, stage = len(part.works), torch.cuda.current_stream(), self.staging[slot]
-        self.cpu.wait_stream(compute)
+        count, stage = len(part.works), self.staging[slot]
+        stage.gather(q, k, v)  # on the compute stream: a kernel on this one would queue behind its matrix products
+        self.cpu.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.cpu):
             with self.stage("d2h", "transfer", layer=layer, batch=slot):
-                for source, target in ((q, stage.q), (k, stage.k), (v, stage.v)):
-                    target[:count].copy_(source, non_blocking=True)
+                stage.to_host(count)
             args = stage.args(self.kernel, pool, layer, part, self.config.cpu_threads)
             launch_host(self.cpu, self.kernel.entry_point, args)
             self._nodes.append((args, {"layer": layer, "batch": slot, **_served(part, self.decode)}))
@@ -134,24 +141,39 @@ class Cuda:
 
 
 class Staging:
-    """Pinned q, k, v and output of one sub-batch, and the output on the GPU.
+    """q, k, v and the output of one sub-batch, on the GPU and in pinned memory; q, k, v side by side: one copy.
 
     One set serves all layers: the next layer's copy follows this layer's node on the same stream, and its q follows
     the use of this layer's output on the compute stream.
     """
 
     def __init__(self, max_seqs: int, model: ModelConfig, dtype: torch.dtype) -> None:
-        q, kv = (max_seqs, model.num_heads, model.head_dim), (max_seqs, model.num_kv_heads, model.head_dim)
-        self.q, self.k, self.v, self.out = (torch.zeros(s, dtype=dtype, pin_memory=True) for s in (q, kv, kv, q))
-        self.out_gpu = torch.zeros(q, dtype=dtype, device="cuda")
+        self.heads, self.dim = (model.num_heads, model.num_kv_heads, model.num_kv_heads), model.head_dim
+        size, q = max_seqs * sum(self.heads) * self.dim, (max_seqs, model.num_heads, model.head_dim)
+        self.qkv, self.out = (torch.zeros(s, dtype=dtype, pin_memory=True) for s in (size, q))
+        self.qkv_gpu, self.out_gpu = (torch.zeros(s, dtype=dtype, device="cuda") for s in (size, q))
         self._part: Any = None
         self._args: AttentionArgs
+
+    def parts(self, flat: Tensor, count: int) -> list[Tensor]:
+        """q [count, q_heads, dim], k, v [count, kv_heads, dim] in a flat buffer, one after the other."""
+        sizes = [count * heads * self.dim for heads in self.heads]
+        pieces = flat[: sum(sizes)].split(sizes)
+        return [p.view(count, heads, self.dim) for p, heads in zip(pieces, self.heads, strict=True)]
+
+    def gather(self, *qkv: Tensor) -> None:
+        for source, target in zip(qkv, self.parts(self.qkv_gpu, len(qkv[0])), strict=True):
+            target.copy_(source)
+
+    def to_host(self, count: int) -> None:
+        used = count * sum(self.heads) * self.dim
+        self.qkv[:used].copy_(self.qkv_gpu[:used], non_blocking=True)
 
     def args(self, kernel: Kernel, pool: KVPool, layer: int, part: Any, threads: int) -> AttentionArgs:
         """The kernel's arguments for one layer; validated once for each part, since only the cache moves on."""
         if part is not self._part:
-            q, k, v, out = (t[: len(part.works)] for t in (self.q, self.k, self.v, self.out))
-            view, self._part = part.view, part
+            q, k, v = self.parts(self.qkv, len(part.works))
+            out, view, self._part = self.out[: len(part.works)], part.view, part
             self._args = kernel.args(
                 q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, out, k_new=k, v_new=v, num_threads=threads
             )

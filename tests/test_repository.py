@@ -39,7 +39,7 @@ READING_PATH = CONTROL_PLANE + DATA_PLANE
 # `gpu_attention` (the Triton kernel), `streams` (CUDA's side of a stage).
 ORDER = [
     "__init__", "config", "machine", *CONTROL_PLANE[1:], "checkpoint", "kv_cache", "cpu_attention", "gpu_attention",
-    "attention", "streams", "model", "pipeline", "profiler", "api", "parallel", "plots", "exercise", "figures", "explorer",
+    "attention", "streams", "model", "pipeline", "profiler", "api", "bench", "parallel", "plots", "exercise", "figures", "explorer",
     "__main__",
 ]  # fmt: skip
 NOT_YET = {"simulator", "parallel", "figures", "explorer"}

@@ -1,0 +1,133 @@
+"""`python -m neo_lite bench`: a seeded batch of requests through one mode on real devices, with everything it ran on.
+
+Reports the whole run and, apart from it, a few recorded iterations at the end, since recording events costs time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neo_lite import machine, metrics
+from neo_lite.api import build_engine, load_model
+from neo_lite.config import EngineConfig, NeoLiteError
+from neo_lite.engine import Engine
+from neo_lite.request import Request, SamplingParams
+from neo_lite.timeline import Timeline
+from neo_lite.workload import Arrival, random_prompt, synthetic
+
+WARM_UP = 4  # requests before the clock starts: kernels compile and libraries load
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs one benchmark and prints it."""
+    partition(args.num_sms)
+    arrivals = parse_workload(args.workload, args.requests, args.seed)
+    model = load_model(args.model, args.device, args.dtype)
+    bytes_per_token = model.config.kv_bytes_per_token(str(model.dtype)[6:])
+    config = EngineConfig(
+        mode=args.mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=int(args.cpu_kv_gib * 2**30 / bytes_per_token),
+        max_batched_tokens=args.max_batched_tokens, cpu_threads=args.cpu_threads, max_seqs=512, seed=args.seed,
+    )  # fmt: skip
+    timeline = Timeline(enabled=False)
+    engine = build_engine(model, config, timeline)
+    serve(engine, arrivals[:WARM_UP], args.seed)
+    requests, counts, seconds = serve(engine, arrivals, args.seed)
+    result = {
+        "command": command_of(args), "source": "measured", "model": args.model, "dtype": str(model.dtype)[6:], "mode": args.mode,
+        "workload": args.workload, "requests": args.requests, "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens,
+        "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP, "repeats": 1, "seconds": seconds,
+        "requests_per_s_30_70": metrics.window_throughput(requests), **metrics.summary(requests),
+        "iterations": dict(counts), "swaps": sum(r.num_swaps for r in requests),
+        "recomputes": sum(r.num_recomputes for r in requests), **busy(engine, arrivals, args),
+        "stamp": machine.stamp(args.num_sms or None),
+    }  # fmt: skip
+    print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
+    return 0
+
+
+def partition(num_sms: int) -> None:
+    """Confines this process to some multiprocessors of the GPU, before anything else touches it."""
+    if not num_sms:
+        return
+    if not torch.cuda.is_available() or not hasattr(torch.cuda, "green_contexts"):
+        raise NeoLiteError(f"--num-sms {num_sms} needs a CUDA GPU and torch >= 2.9: leave it out")
+    most = torch.cuda.get_device_properties(0).multi_processor_count
+    if not 0 < num_sms <= most:
+        raise NeoLiteError(f"--num-sms {num_sms}: this GPU has {most} multiprocessors; choose 8 to {most}")
+    try:
+        partition.context = torch.cuda.green_contexts.GreenContext.create(num_sms=num_sms)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise NeoLiteError(
+            f"--num-sms {num_sms} is refused by this GPU ({str(error).splitlines()[0]}): try 8"
+        ) from None
+    partition.context.set_context()  # type: ignore[attr-defined]  # kept to the process's end: freed earlier, it aborts
+
+
+def parse_workload(text: str, count: int, seed: int) -> list[Arrival]:
+    kind, _, numbers = text.partition(":")
+    parts = numbers.split(",")
+    if kind != "synthetic" or len(parts) != 2 or not all(p.isdigit() for p in parts):
+        raise NeoLiteError(f"workload {text!r} is unknown: write synthetic:PROMPT,OUTPUT such as synthetic:1000,200")
+    return synthetic(count, int(parts[0]), int(parts[1]), seed=seed)
+
+
+def serve(engine: Engine, arrivals: list[Arrival], seed: int) -> tuple[list[Request], Counter[str], float]:
+    """All requests at once, to the last answer; iterations counted by kind."""
+    vocab, counts = engine.model.vocab_size, Counter[str]()
+    start_s = time.perf_counter()
+    requests = [
+        engine.add(random_prompt(a, vocab, seed + i), SamplingParams(a.output_tokens, ignore_eos=True))
+        for i, a in enumerate(arrivals)
+    ]
+    inner = engine.executor.run
+
+    def run(plan: Any) -> Any:
+        counts[kind_of(plan)] += 1
+        return inner(plan)
+
+    engine.executor.run = run  # type: ignore[method-assign]
+    try:
+        engine.run()
+    finally:
+        engine.executor.run = inner  # type: ignore[method-assign]
+    return requests, counts, time.perf_counter() - start_s
+
+
+def kind_of(plan: Any) -> str:
+    """one or two sub-batches, with or without prefills"""
+    size = "two batches" if len(plan.batches) == 2 else "one batch"
+    return size + (", with prefills" if any(b.prefills for b in plan.batches) else ", decodes only")
+
+
+def busy(engine: Engine, arrivals: list[Arrival], args: argparse.Namespace, iterations: int = 24) -> dict[str, Any]:
+    """Busy fractions of each lane over recorded iterations in the middle of the same load; writes the trace."""
+    timeline = engine.timeline
+    for i, a in enumerate(arrivals):
+        engine.add(
+            random_prompt(a, engine.model.vocab_size, args.seed + i), SamplingParams(a.output_tokens, ignore_eos=True)
+        )
+    for _ in range(max(40, len(arrivals))):
+        engine.step()
+    timeline.enabled = True
+    for _ in range(iterations):
+        engine.step()
+    timeline.enabled = False
+    if args.trace:
+        Path(args.trace).write_text(json.dumps(timeline.chrome_trace()))
+    fractions = {lane: round(timeline.busy_fraction(lane), 4) for lane in timeline.lanes()}
+    overlap = timeline.overlap_s("gpu", "cpu") / (timeline.busy_s("cpu") or 1.0)
+    return {"busy_fractions": fractions, "cpu_hidden_behind_gpu": round(overlap, 4), "recorded_iterations": iterations}
+
+
+def command_of(args: argparse.Namespace) -> str:
+    skip = ("command", "json", "trace")
+    return "python -m neo_lite bench " + " ".join(
+        f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if k not in skip
+    )
