@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <iterator>
+#include <numeric>
+#include <type_traits>
 #include <vector>
 #include "simd.h"
 
