@@ -106,10 +106,20 @@ def smollm2() -> Llama:
 
 @pytest.fixture(scope="module")
 def expected(smollm2) -> list[tuple[list[int], torch.Tensor]]:
-    """transformers' own reading of the same file, and its own greedy decoding."""
+    """transformers' own reading of the same file: its greedy tokens in float32, and its logits for them in float64.
+
+    Its float32 logits are themselves up to 8e-5 away from these; ours are held to 1e-4 of the exact ones.
+    """
     path = checkpoint.open_checkpoint("smollm2").path
     hf = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    return [hf_greedy(hf, smollm2.tokenizer.encode(p), 64) for p in PROMPTS]
+    prompts = [smollm2.tokenizer.encode(p) for p in PROMPTS]
+    outputs = [hf_greedy(hf, p, 64)[0] for p in prompts]
+    exact = hf.double()
+    with torch.inference_mode():
+        return [
+            (out, exact(torch.tensor([p + out[:-1]])).logits[0, len(p) - 1 :])
+            for p, out in zip(prompts, outputs, strict=True)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +128,7 @@ def prompts(smollm2) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["gpu-only", "simple"])
 def test_smollm2_alone(smollm2, expected, prompts, mode, compiler):
     for prompt, (tokens, logits) in zip(prompts, expected, strict=True):
         engine = poisoned(smollm2, mode)
