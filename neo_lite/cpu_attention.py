@@ -1,8 +1,8 @@
 """Decode attention on the CPU: compiles a rung of `kernels/` for one shape, loads it and calls it.
 
 One build for each (head_dim, group, block size, dtypes), made on first use and cached; nothing is compiled at import.
-`attention` calls a `Kernel` directly on a machine without CUDA; `pipeline` gives its `entry_point` and `args` to a node on
-a CUDA stream. ctypes releases the GIL while a kernel runs. The arguments are described in `kernels/attention.h`.
+`attention` calls a `Kernel` directly on a machine without CUDA; `pipeline` gives its `entry_point` and `args` to a node
+on a CUDA stream. ctypes releases the GIL while a kernel runs. The arguments are described in `kernels/attention.h`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class CompilerMissing(NeoLiteError):
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What a build is specialised for. `rung` is a file of `kernels/` by its stem, or the path of a .cpp of your own."""
+    """What a build is specialised for. `rung`: a file of `kernels/` by its stem, or the path of your own .cpp."""
 
     head_dim: int
     group: int  # query heads that share a KV head
@@ -61,7 +62,9 @@ class KernelSpec:
         if self.kv_dtype not in (None, self.dtype, "int8"):
             raise NeoLiteError(f"kv_dtype {self.kv_dtype!r} beside dtype {self.dtype}: use None or 'int8'")
         if self.source.suffix != ".cpp" or not self.source.is_file():
-            raise NeoLiteError(f"rung {self.rung!r} is unknown: use one of {', '.join(RUNGS)}, or the path of a .cpp file")
+            raise NeoLiteError(
+                f"rung {self.rung!r} is unknown: use one of {', '.join(RUNGS)}, or the path of a .cpp file"
+            )
 
     @property
     def source(self) -> Path:
@@ -114,7 +117,9 @@ def _cpu_flags() -> str:
 def _openmp_library() -> Path | None:
     """The OpenMP runtime that torch has loaded: a second one would bring a second team of threads."""
     with contextlib.suppress(OSError):
-        mapped = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+        mapped = {
+            line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line
+        }
         for path in sorted(Path(name) for name in mapped):
             if path.name.startswith(("libgomp", "libiomp5")):  # libiomp5 has libgomp's entry points as well
                 return path
@@ -123,7 +128,7 @@ def _openmp_library() -> Path | None:
 
 
 def _openmp_flags() -> Iterator[tuple[list[str], list[str]]]:
-    """Flags to compile and to link with, the best first; the next are tried where linking fails; the last: one thread."""
+    """Flags to compile and to link with, the best first (others where linking fails); with the last: one thread."""
     library, is_clang = _openmp_library(), "clang" in _compiler(_cxx())
     if library and (library.suffix == ".dylib" or not is_clang):
         link = [shlex.quote(str(library)), f"-Wl,-rpath,{shlex.quote(str(library.parent))}"]
@@ -133,22 +138,22 @@ def _openmp_flags() -> Iterator[tuple[list[str], list[str]]]:
     yield [], []
 
 
-def _flags(spec: KernelSpec) -> list[str]:
+def _flags(defines: Sequence[str]) -> list[str]:
     tuned = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return ["-O3", tuned, *spec.defines]
+    return ["-O3", tuned, *defines]
 
 
-def _build_key(spec: KernelSpec) -> str:
+def _build_key(source: Path, defines: Sequence[str]) -> str:
     """Names a build by everything that its binary depends on."""
-    sources = [spec.source, *sorted(KERNELS_DIR.glob("*.h"))]
-    parts = [torch.__version__, sys.implementation.cache_tag, platform.machine(), _compiler(_cxx()), _cpu_flags()]
-    parts += [str(_flags(spec)), str(list(_openmp_flags())), *(path.read_text() for path in sources)]
+    sources = [source, *sorted(KERNELS_DIR.glob("*.h")), *sorted(source.parent.glob("*.h"))]
+    parts = [torch.__version__, str(sys.implementation.cache_tag), platform.machine(), _compiler(_cxx()), _cpu_flags()]
+    parts += [str(_flags(defines)), str(list(_openmp_flags())), *(path.read_text() for path in sources)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that dies with its process (torch's own, a file, outlives a killed build and stops every later one)."""
+    """Holds a lock that dies with its process: torch's own, a file, outlives a killed build and stops all later ones."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,45 +184,57 @@ def _build_environment() -> Iterator[None]:
         os.environ.update(saved)
 
 
-def _run_build(spec: KernelSpec, folder: Path, cflags: Sequence[str], ldflags: Sequence[str]) -> Path:
+def _run_build(source: Path, folder: Path, cflags: Sequence[str], ldflags: Sequence[str]) -> Path:
     """One compilation in an empty folder; the library's path."""
     from torch.utils import cpp_extension
 
-    name = f"neo_attention_{next(_attempts)}"
+    name = f"neo_{source.stem}_{next(_attempts)}"
     with _build_environment():
         cpp_extension.load(
-            name, [str(spec.source)], extra_cflags=[*_flags(spec), *cflags], extra_ldflags=["-Wl,--as-needed", *ldflags]
-            if sys.platform == "linux" else list(ldflags), extra_include_paths=[str(KERNELS_DIR)],
-            build_directory=str(folder), with_cuda=False, is_python_module=False,
+            name, [str(source)], extra_cflags=list(cflags), extra_ldflags=list(ldflags), with_cuda=False,
+            extra_include_paths=[str(KERNELS_DIR)], build_directory=str(folder), is_python_module=False,
         )  # fmt: skip
     return folder / f"{name}.so"
 
 
-def _compile(spec: KernelSpec, folder: Path) -> None:
-    """Builds into `folder`: attention.so, and build.json last, whose presence says that the build is whole."""
+def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
+    """Builds into `folder`: library.so, and build.json last, whose presence says that the build is whole."""
     shutil.rmtree(folder, ignore_errors=True)  # what a killed build left, torch's lock file included
     folder.mkdir(parents=True)
-    print(f"neo_lite: compiling {spec.source.name} for {' '.join(spec.defines)} (once)", file=sys.stderr, flush=True)
+    print(f"neo_lite: compiling {source.name} {' '.join(defines)} (once)", file=sys.stderr, flush=True)
     for cflags, ldflags in _openmp_flags():
+        flags = [*_flags(defines), *cflags]
+        slim = ["-Wl,--as-needed"] if sys.platform == "linux" else []  # not linked with all of torch
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as work:
             try:
-                library = _run_build(spec, Path(work), cflags, ldflags)
+                library = _run_build(source, Path(work), flags, [*slim, *ldflags])
             except (RuntimeError, OSError) as error:
                 if list(Path(work).glob("*.o")):
                     continue  # compiled, but this OpenMP runtime does not link
-                raise _build_error(spec, folder, str(error)) from None
-            os.replace(library, folder / "attention.so")
-        about = {"source": str(spec.source), "flags": [*_flags(spec), *cflags], "link": ldflags, "compiler": _compiler(_cxx())}
+                raise _build_error(source, folder, str(error)) from None
+            os.replace(library, folder / "library.so")
+        about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
         (folder / "build.part").write_text(json.dumps(about))
         os.replace(folder / "build.part", folder / "build.json")
         return
-    raise NeoLiteError(f"{spec.source}: compiles but does not link with {_cxx()}; is its C++ runtime installed?")
+    raise NeoLiteError(f"{source}: compiles but does not link with {_cxx()}; is its C++ runtime installed?")
 
 
-def _build_error(spec: KernelSpec, folder: Path, log: str) -> NeoLiteError:
+def _build_error(source: Path, folder: Path, log: str) -> NeoLiteError:
     (folder / "error.log").write_text(log)
     lines = [line for line in log.splitlines() if "error:" in line] or log.splitlines() or ["no message"]
-    return NeoLiteError(f"{spec.source.name} does not compile: {lines[0].strip()} (all of it: {folder / 'error.log'})")
+    return NeoLiteError(f"{source.name} does not compile: {lines[0].strip()} (all of it: {folder / 'error.log'})")
+
+
+def build_library(source: Path, defines: Sequence[str] = ()) -> Path:
+    """The folder of library.so, compiled from one C++ source now unless the cache has it. CompilerMissing if it can't be."""
+    folder = cache_folder() / "kernels" / f"{source.stem}-{_build_key(source, defines)}"
+    parts = [folder / "build.json", folder / "library.so"]
+    if not all(part.is_file() for part in parts):
+        with _locked(folder.with_suffix(".lock")):
+            if not all(part.is_file() for part in parts):  # another process may have built it meanwhile
+                _compile(source, defines, folder)
+    return folder
 
 
 # ---- Calling ----
@@ -226,7 +243,7 @@ class Kernel:
 
     def __init__(self, spec: KernelSpec, build: Path) -> None:
         self.spec, self.build = spec, build
-        self._library = ctypes.CDLL(str(build / "attention.so"))
+        self._library = ctypes.CDLL(str(build / "library.so"))
         self._run, self._check = self._library.neo_attention, self._library.neo_check
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
         self._check.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -246,13 +263,16 @@ class Kernel:
         return f"{self.spec.source.name}, {self.isa}, {threads}, {' '.join(about['flags'])}"
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-                 seq_lens: torch.Tensor, out: torch.Tensor | None = None, **options) -> torch.Tensor:  # fmt: skip
+                 seq_lens: torch.Tensor, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:  # fmt: skip
         """Attention of one new token per sequence; arguments as in `args`. Returns `out`."""
         out = torch.empty_like(q) if out is None else out
-        args = self.args(q, k_cache, v_cache, block_table, seq_lens, out, **options)
+        self.run(self.args(q, k_cache, v_cache, block_table, seq_lens, out, **options))
+        return out
+
+    def run(self, args: AttentionArgs) -> None:
+        """One call with arguments made before."""
         self._run(ctypes.byref(args))
         self.last_s = (args.start_s, args.end_s)
-        return out
 
     def args(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
              seq_lens: torch.Tensor, out: torch.Tensor, *, scale: float | None = None, num_threads: int = 0,
@@ -262,14 +282,14 @@ class Kernel:
 
         q, out [batch, q_heads, head_dim]; k_new, v_new [batch, kv_heads, head_dim]: stored at seq_len - 1 first;
         caches [num_blocks, kv_heads, block_size, head_dim], scales (int8 only, fp16) the same without head_dim;
-        block_table [batch, width] and seq_lens [batch] int32. num_threads 0: all usable cores.
+        block_table [batch, width] and seq_lens [batch] int32. num_threads 0: OMP_NUM_THREADS, else all usable cores.
         """
         tensors = (q, k_new, v_new, k_cache, v_cache, k_scale, v_scale, block_table, seq_lens, out)
         self._validate(tensors)
         batch, q_heads, head_dim = q.shape
         args = AttentionArgs(
             *(None if t is None else t.data_ptr() for t in tensors), batch, q_heads, k_cache.shape[1],
-            block_table.shape[1], num_threads or _usable_cores(), head_dim**-0.5 if scale is None else scale,
+            block_table.shape[1], num_threads or _default_threads(), head_dim**-0.5 if scale is None else scale,
         )  # fmt: skip
         args.tensors = tensors
         wrong = self._check(ctypes.byref(args), k_cache.shape[0])
@@ -280,7 +300,14 @@ class Kernel:
     def _validate(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         q, k_new, v_new, k_cache, v_cache, k_scale, v_scale, block_table, seq_lens, out = tensors
         spec = self.spec
-        if q is None or q.dim() != 3 or k_cache is None or k_cache.dim() != 4 or block_table is None or block_table.dim() != 2:
+        if (
+            q is None
+            or q.dim() != 3
+            or k_cache is None
+            or k_cache.dim() != 4
+            or block_table is None
+            or block_table.dim() != 2
+        ):
             raise NeoLiteError("q must be [batch, q_heads, head_dim], k_cache have 4 dimensions and block_table 2")
         batch, q_heads, _ = q.shape
         num_blocks, kv_heads = k_cache.shape[:2]
@@ -298,7 +325,9 @@ class Kernel:
             if self._kv_dtype == torch.int8:
                 _expect(name, tensor, cache[:3], torch.float16)
             elif tensor is not None:
-                raise NeoLiteError(f"{name} is given, but the cache is {spec.kv_dtype or spec.dtype}: only int8 has scales")
+                raise NeoLiteError(
+                    f"{name} is given, but the cache is {spec.kv_dtype or spec.dtype}: only int8 has scales"
+                )
 
     def _wrong_sequence(self, b: int, length: bool, args: AttentionArgs) -> NeoLiteError:
         """The message for what neo_check found in sequence b."""
@@ -306,7 +335,9 @@ class Kernel:
         assert k_cache is not None and block_table is not None and seq_lens is not None
         if length:
             room = args.table_width * self.spec.block_size
-            return NeoLiteError(f"seq_lens[{b}] is {int(seq_lens[b])}: it must be 0 to {room}, what block_table has room for")
+            return NeoLiteError(
+                f"seq_lens[{b}] is {int(seq_lens[b])}: it must be 0 to {room}, what block_table has room for"
+            )
         used = block_table[b, : -(-int(seq_lens[b]) // self.spec.block_size)].tolist()
         bad = next(block for block in used if not 0 <= block < k_cache.shape[0])
         return NeoLiteError(f"block_table[{b}] holds block {bad}: k_cache has blocks 0 to {k_cache.shape[0] - 1}")
@@ -325,19 +356,18 @@ def _expect(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], dtyp
         raise NeoLiteError(f"{name} is on {tensor.device}: the CPU kernel needs it in host memory")
 
 
-_usable_cores = functools.cache(usable_cores)
+@functools.cache
+def _default_threads() -> int:
+    """OMP_NUM_THREADS where it is set, as for torch (parallel tests and ranks share the cores), else all usable cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(int(asked), usable_cores()) if asked.isdigit() and int(asked) else usable_cores()
 
 
 @functools.cache
 def _load(spec: KernelSpec, _text: str) -> Kernel:
-    folder = cache_folder() / "kernels" / f"{spec.source.stem}-{_build_key(spec)}"
-    if not (folder / "build.json").is_file():
-        with _locked(folder.with_suffix(".lock")):
-            if not (folder / "build.json").is_file():  # another process may have built it meanwhile
-                _compile(spec, folder)
-    return Kernel(spec, folder)
+    return Kernel(spec, build_library(spec.source, spec.defines))
 
 
 def load_kernel(spec: KernelSpec) -> Kernel:
-    """The kernel for a shape: from memory, from the cache, or compiled now. CompilerMissing where that can't be done."""
+    """The kernel for a shape: from memory, from the cache, or compiled now. CompilerMissing where it can't be built."""
     return _load(spec, spec.source.read_text() if spec.rung.endswith(".cpp") else "")

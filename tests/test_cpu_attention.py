@@ -19,7 +19,9 @@ def reference(q, k, v, table, lens):  # type: ignore[no-untyped-def]
     group, block_size = q.shape[1] // k.shape[1], k.shape[2]
     for b, n in enumerate(lens.tolist()):
         blocks = table[b, : -(-n // block_size)].long()
-        keys, values = (c[blocks].double().transpose(0, 1).flatten(1, 2)[:, :n].repeat_interleave(group, 0) for c in (k, v))
+        keys, values = (
+            c[blocks].double().transpose(0, 1).flatten(1, 2)[:, :n].repeat_interleave(group, 0) for c in (k, v)
+        )
         scores = torch.einsum("hd,htd->ht", q[b].double(), keys) * q.shape[2] ** -0.5
         if n:
             out[b] = torch.einsum("ht,htd->hd", scores.softmax(-1), values)
@@ -37,7 +39,9 @@ def case(spec, lens, kv_heads=2, seed=0, size=1.0):  # type: ignore[no-untyped-d
         for i, start in enumerate(range(0, n, block)):
             rows = min(block, n - start)
             for cache in (k, v):
-                cache[table[b, i], :, :rows] = (torch.randn(kv_heads, rows, spec.head_dim, generator=rng) * size).to(dtype)
+                cache[table[b, i], :, :rows] = (torch.randn(kv_heads, rows, spec.head_dim, generator=rng) * size).to(
+                    dtype
+                )
     q = (torch.randn(len(lens), kv_heads * spec.group, spec.head_dim, generator=rng) * size).to(dtype)
     return q, k, v, table, torch.tensor(lens, dtype=torch.int32)
 
@@ -45,7 +49,9 @@ def case(spec, lens, kv_heads=2, seed=0, size=1.0):  # type: ignore[no-untyped-d
 def check(spec, out, expected):  # type: ignore[no-untyped-def]
     """1e-5 in fp32; in fp16 and bf16 2e-4 beyond the rounding of the output itself (a half unit in its last place)."""
     unit = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}[spec.dtype]
-    beyond = ((out.double() - expected).abs() - unit * expected.abs()).clamp(min=0).norm() / expected.norm().clamp(min=1e-30)
+    beyond = ((out.double() - expected).abs() - unit * expected.abs()).clamp(min=0).norm() / expected.norm().clamp(
+        min=1e-30
+    )
     assert torch.isfinite(out).all()
     assert beyond < (1e-5 if spec.dtype == "float32" else 2e-4)
     assert (out.double() - expected).norm() <= (1e-5 if spec.dtype == "float32" else 2e-3) * expected.norm()
@@ -64,7 +70,8 @@ def test_rung_equals_float64(rung: str, dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim,group,block_size", [
-    (64, 1, 256), (80, 8, 16), (96, 1, 8), (128, 4, 16), (128, 1, 32), (256, 7, 64), (24, 5, 12), (48, 2, 1), (64, 71, 16),
+    (64, 1, 256), (80, 8, 16), (96, 1, 8), (128, 4, 16), (128, 1, 32), (256, 7, 64), (24, 5, 12), (48, 2, 1),
+    (64, 71, 16),
 ])  # fmt: skip
 def test_any_shape_equals_float64(head_dim: int, group: int, block_size: int, dtype: str) -> None:
     spec = KernelSpec(head_dim, group, block_size, dtype)
@@ -91,13 +98,14 @@ def test_new_token_is_stored_first(rung: str) -> None:
     q, k, v, table, lens = case(spec, [1, 17, 300, 0])
     expected = reference(q, k, v, table, lens)
     news = []
+    places = [(int(table[b, max(n - 1, 0) // 16]), max(n - 1, 0) % 16) for b, n in enumerate([1, 17, 300])]
+    places.append((0, 0))  # of the empty sequence: never read
     for cache in (k, v):
-        last = [cache[table[b, max(n - 1, 0) // 16], :, max(n - 1, 0) % 16].clone() for b, n in enumerate(lens.tolist())]
-        news.append(torch.stack(last))
+        news.append(torch.stack([cache[block, :, slot] for block, slot in places]))
     wiped = [c.clone() for c in (k, v)]
     for cache in wiped:
-        for b, n in enumerate(lens.tolist()[:3]):
-            cache[table[b, (n - 1) // 16], :, (n - 1) % 16] = torch.nan
+        for block, slot in places[:3]:
+            cache[block, :, slot] = torch.nan
     check(spec, load_kernel(spec)(q, *wiped, table, lens, num_threads=2, k_new=news[0], v_new=news[1]), expected)
     assert torch.equal(wiped[0].nan_to_num(), k.nan_to_num()) and torch.equal(wiped[1].nan_to_num(), v.nan_to_num())
 
@@ -136,7 +144,8 @@ def test_entries_beyond_a_length_may_be_anything() -> None:
 
 
 @pytest.mark.parametrize("fields", [
-    dict(head_dim=20), dict(group=0), dict(block_size=0), dict(dtype="int8"), dict(kv_dtype="float16"), dict(rung="fast"),
+    dict(head_dim=20), dict(group=0), dict(block_size=0), dict(dtype="int8"), dict(kv_dtype="float16"),
+    dict(rung="fast"),
 ])  # fmt: skip
 def test_bad_spec_is_named(fields: dict) -> None:
     with pytest.raises(NeoLiteError, match=str(next(iter(fields.values())))):
