@@ -93,17 +93,22 @@ def gpu_decode_backend(device: torch.device) -> Backend:
 
 
 def cpu_kernel_decode(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View, threads: int = 0
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View, threads: int = 0, **scales: Tensor
 ) -> Tensor:
-    """The same, on host tensors, through the C++ kernel: each byte of KV is read once, in place."""
+    """The same, on host tensors, through the C++ kernel: each byte of KV is read once, in place.
+
+    `scales`: k_scale and v_scale of an int8 cache [blocks, kv_heads, block_size].
+    """
     q = q.contiguous()  # a part of the fused QKV projection is a view of it
-    return kernel_for(q, k_cache)(q, k_cache, v_cache, view.block_table, view.seq_lens, num_threads=threads)
+    kernel = kernel_for(q, k_cache)
+    return kernel(q, k_cache, v_cache, view.block_table, view.seq_lens, num_threads=threads, **scales)
 
 
 def kernel_for(q: Tensor, k_cache: Tensor) -> Kernel:
     """The build for these shapes; compiles on its first use. Raises CompilerMissing where there is no compiler."""
     _, kv_heads, block_size, head_dim = k_cache.shape
-    return load_kernel(KernelSpec(head_dim, q.shape[1] // kv_heads, block_size, str(q.dtype).split(".")[1]))
+    kv_dtype = "int8" if k_cache.dtype == torch.int8 else None
+    return load_kernel(KernelSpec(head_dim, q.shape[1] // kv_heads, block_size, str(q.dtype)[6:], kv_dtype))
 
 
 def gather(k_cache: Tensor, v_cache: Tensor, view: View, i: int) -> tuple[Tensor, Tensor]:

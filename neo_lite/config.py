@@ -98,6 +98,7 @@ class EngineConfig:
     mode: str = "gpu-only"
     device: str = "auto"  # auto, cpu, cuda: where the weights and the "GPU" pool live
     dtype: str = "auto"  # auto: float32 on a CPU; bfloat16 on a GPU that has it, else float16
+    cpu_kv_dtype: str = "auto"  # of the CPU pool: auto (the model's) or int8
     block_size: int = 16  # tokens in a block
     gpu_kv_tokens: int = 8192
     cpu_kv_tokens: int = 32768
@@ -109,6 +110,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise NeoLiteError(f"mode {self.mode!r} is unknown: choose one of {', '.join(MODES)}")
+        if self.cpu_kv_dtype not in ("auto", "int8"):
+            raise NeoLiteError(f"cpu_kv_dtype {self.cpu_kv_dtype!r} is unknown: choose auto or int8")
         for name in ("block_size", "gpu_kv_tokens", "cpu_kv_tokens", "max_batched_tokens", "max_seqs"):
             if getattr(self, name) < 1:
                 raise NeoLiteError(f"{name} is {getattr(self, name)}: it must be at least 1")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,24 +22,39 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class KVPool:
-    """K and V of one pool, in the model's dtype, zeroed."""
+    """K and V of one pool, zeroed: in the model's dtype, or on the host as int8 with a fp16 scale a token and head.
+
+    `tensors` names them: k, v, and for int8 k_scale, v_scale [layer, block, kv_head, block_size].
+    """
 
     def __init__(
         self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, name: str
     ) -> None:
         shape = (model.num_layers, num_blocks, model.num_kv_heads, block_size, model.head_dim)
-        self.block_size, self.name, self.device = block_size, name, device
-        num_bytes = 2 * torch.Size(shape).numel() * dtype.itemsize
+        self.block_size, self.name, self.device, self.int8 = block_size, name, device, dtype == torch.int8
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"k": (shape, dtype), "v": (shape, dtype)}
+        if self.int8:
+            shapes |= {"k_scale": (shape[:-1], torch.float16), "v_scale": (shape[:-1], torch.float16)}
+        num_bytes = sum(torch.Size(s).numel() * t.itemsize for s, t in shapes.values())
         what = f"the {name} KV pool of {num_blocks * block_size} tokens (lower {name}_kv_tokens)"
-        if device.type == "cuda":
-            check_memory(num_bytes, what, torch.cuda.mem_get_info(device)[0])
-            self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        else:
-            check_memory(num_bytes, what)
-            self.k, self.v = (host_tensor(shape, dtype) for _ in range(2))
-        self._by_gpu = {}
+        check_memory(num_bytes, what, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
+        make = partial(torch.zeros, device=device) if device.type == "cuda" else host_tensor
+        self.tensors: dict[str, Tensor] = {n: make(s, dtype=t) for n, (s, t) in shapes.items()}
+        self._by_gpu: dict[str, Tensor] = {}
         if device.type == "cpu" and torch.cuda.is_available():
-            self._by_gpu = {"k": gpu_view(self.k), "v": gpu_view(self.v)}
+            self._by_gpu = {n: gpu_view(t) for n, t in self.tensors.items()}
+
+    @property
+    def k(self) -> Tensor:
+        return self.tensors["k"]
+
+    @property
+    def v(self) -> Tensor:
+        return self.tensors["v"]
+
+    def scales(self, layer: int) -> dict[str, Tensor]:
+        """What an int8 pool's reader needs besides k and v of a layer; nothing for the others."""
+        return {n: t[layer] for n, t in self.tensors.items() if n.endswith("scale")}
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens]: block * block_size + place in the block."""
@@ -49,12 +65,38 @@ class KVPool:
 
         From the GPU into the CPU pool it is a kernel that writes pinned host memory over the link.
         """
-        self.seen(k.is_cuda, "k")[layer][blocks, :, places] = k
-        self.seen(k.is_cuda, "v")[layer][blocks, :, places] = v
+        tensors = self.seen(k.is_cuda)
+        for name, x in (("k", k), ("v", v)):
+            if self.int8:
+                x, tensors[name + "_scale"][layer][blocks, :, places] = quantize(x)
+            tensors[name][layer][blocks, :, places] = x
 
-    def seen(self, by_gpu: bool, which: str) -> Tensor:
-        """`k` or `v` as the GPU or as the host addresses it."""
-        return self._by_gpu[which] if by_gpu and which in self._by_gpu else getattr(self, which)
+    def seen(self, by_gpu: bool) -> dict[str, Tensor]:
+        """The tensors as the GPU or as the host addresses them."""
+        return self._by_gpu if by_gpu and self._by_gpu else self.tensors
+
+    def read(self, by_gpu: bool, name: str, layer: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """Blocks of one layer's k or v [blocks, kv_heads, block_size, head_dim] in `dtype`."""
+        tensors = self.seen(by_gpu)
+        x = tensors[name][layer].index_select(0, blocks)
+        if self.int8:
+            x = x.float() * tensors[name + "_scale"][layer].index_select(0, blocks)[..., None].float()
+        return x.to(dtype)
+
+    def write(self, by_gpu: bool, name: str, layer: int, blocks: Tensor, x: Tensor) -> None:
+        """Whole blocks, as `read` gives them."""
+        tensors = self.seen(by_gpu)
+        if self.int8:
+            x, scale = quantize(x)
+            tensors[name + "_scale"][layer].index_copy_(0, blocks, scale)
+        tensors[name][layer].index_copy_(0, blocks, x)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., head_dim] -> int8 and its fp16 scale [...]: the largest number becomes 127, each token and head alone."""
+    scale = (x.float().abs().amax(-1) / 127).to(torch.float16)
+    safe = torch.where(scale > 0, scale, 1).float()[..., None]
+    return (x.float() / safe).round().clamp(-127, 127).to(torch.int8), scale
 
 
 class KVCache:
@@ -63,9 +105,10 @@ class KVCache:
     def __init__(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.num_layers, self.device = model.num_layers, device
         host = torch.device("cpu")
+        on_cpu = torch.int8 if config.cpu_kv_dtype == "int8" else dtype
         self.pools: dict[Device, KVPool] = {
             "gpu": KVPool(model, config.num_gpu_blocks, config.block_size, dtype, device, "gpu"),
-            "cpu": KVPool(model, config.num_cpu_blocks, config.block_size, dtype, host, "cpu"),
+            "cpu": KVPool(model, config.num_cpu_blocks, config.block_size, on_cpu, host, "cpu"),
         }
 
     def prepare(self, move: Move) -> Swap:
@@ -92,10 +135,10 @@ class Swap:
 
     def layer(self, layer: int) -> None:
         """Copies one layer's blocks."""
-        on_gpu = self.from_blocks.is_cuda
-        for which in ("k", "v"):
-            source, target = (pool.seen(on_gpu, which)[layer] for pool in (self.source, self.target))
-            target.index_copy_(0, self.to_blocks, source.index_select(0, self.from_blocks))
+        on_gpu, dtype = self.from_blocks.is_cuda, (self.source if self.target.int8 else self.target).k.dtype
+        for name in ("k", "v"):
+            x = self.source.read(on_gpu, name, layer, self.from_blocks, dtype)
+            self.target.write(on_gpu, name, layer, self.to_blocks, x)
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

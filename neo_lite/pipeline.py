@@ -184,6 +184,8 @@ class Pipeline:
         try:
             kernel = attention.kernel_for(q, self.cache.pools["cpu"].k[0])
         except CompilerMissing as error:
+            if self.cache.pools["cpu"].int8:
+                raise
             warnings.warn(f"{error}; until then torch computes CPU attention, at a fraction of the speed", stacklevel=3)
             return attention.gathered_decode, None
         backend = partial(attention.cpu_kernel_decode, threads=self.config.cpu_threads)

@@ -124,7 +124,7 @@ def _gpu_decode(pipeline: Pipeline, kv_tokens: int) -> Callable[[], float]:
 
 
 def _cpu_decode(pipeline: Pipeline, kv_tokens: int) -> Callable[[], float]:
-    works, host, pool = _decodes(pipeline, kv_tokens), torch.device("cpu"), pipeline.cache.pools["cpu"]
+    works, host = _decodes(pipeline, kv_tokens), torch.device("cpu")
     part = Part(works, slice(0, len(works)), view_of(works, host))
     q, k, v = _qkv(pipeline, len(works))
     return lambda: _timed(pipeline, lambda i: pipeline.start_cpu(part, 0, i, q, k, v)())  # type: ignore[misc]

@@ -51,7 +51,7 @@ class Host:
         """Starts the decodes of one part on the CPU; q, k, v as in `attention`. `slot`: 0 or 1, the sub-batch."""
         with self.stage("cpu", "cpu_attn", layer=layer, batch=slot, **_served(part, self.decode)):
             pool.put(layer, k, v, *part.new_places(pool.block_size))
-            out = self.decode(q, k, v, pool.k[layer], pool.v[layer], part.view)
+            out = self.decode(q, k, v, pool.k[layer], pool.v[layer], part.view, **pool.scales(layer))
         return lambda: out
 
     def begin(self) -> None:
@@ -174,11 +174,14 @@ class Staging:
         if part is not self._part:
             q, k, v = self.parts(self.qkv, len(part.works))
             out, view, self._part = self.out[: len(part.works)], part.view, part
+            scales = pool.scales(0)
             self._args = kernel.args(
-                q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, out, k_new=k, v_new=v, num_threads=threads
-            )
+                q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, out, k_new=k, v_new=v, num_threads=threads,
+                k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
+            )  # fmt: skip
         args = AttentionArgs.from_buffer_copy(self._args)
-        args.k_cache, args.v_cache = pool.k[layer].data_ptr(), pool.v[layer].data_ptr()
+        for name, tensor in pool.tensors.items():
+            setattr(args, name if name.endswith("scale") else name + "_cache", tensor[layer].data_ptr())
         return args
 
 

@@ -66,3 +66,32 @@ def test_a_pool_that_does_not_fit_is_refused_before_it_is_touched():
             torch.float16,
             torch.device("cpu"),
         )
+
+
+def test_int8_keeps_each_number_to_half_a_step_and_never_requantises():
+    config = EngineConfig(block_size=4, gpu_kv_tokens=32, cpu_kv_tokens=48, cpu_kv_dtype="int8")
+    cache = KVCache(TINY, config, torch.float32, torch.device("cpu"))
+    pool, blocks = cache.pools["cpu"], torch.tensor([3])
+    first, second = torch.randn(3, 2, 16), 1000 * torch.randn(1, 2, 16)
+    pool.store(0, first, first, torch.tensor([12, 13, 14]))
+    before = pool.read(False, "k", 0, blocks, torch.float32)[0, :, :3].clone()
+    pool.store(0, second, second, torch.tensor([15]))
+    after = pool.read(False, "k", 0, blocks, torch.float32)[0]
+    assert torch.equal(after[:, :3], before), "a large neighbour changes nothing"
+    step = torch.cat((first, second)).abs().amax(-1, keepdim=True) / 127
+    assert ((after.transpose(0, 1) - torch.cat((first, second))).abs() <= 0.51 * step).all()
+    zero = torch.zeros(1, 2, 16)
+    pool.store(0, zero, zero, torch.tensor([0]))
+    assert (pool.read(False, "v", 0, torch.tensor([0]), torch.float32)[0, :, 0] == 0).all()
+
+
+def test_swaps_quantise_on_the_way_to_the_cpu_and_not_on_the_way_back():
+    config = EngineConfig(block_size=4, gpu_kv_tokens=32, cpu_kv_tokens=48, cpu_kv_dtype="int8")
+    cache = KVCache(TINY, config, torch.float32, torch.device("cpu"))
+    gpu, cpu = cache.pools["gpu"], cache.pools["cpu"]
+    gpu.k.normal_(), gpu.v.normal_()
+    cache.swap(Move(Request(0, (1,)), "cpu", (5, 1), (2, 7)))
+    once = cpu.read(False, "k", 1, torch.tensor([2, 7]), torch.float32)
+    assert 0 < (once - gpu.k[1][[5, 1]]).norm() < 0.01 * once.norm()
+    cache.swap(Move(Request(0, (1,)), "gpu", (2, 7), (0, 3)))
+    assert torch.equal(gpu.k[1][[0, 3]], once)

@@ -47,7 +47,8 @@ def poisoned(model: Llama, mode: str, **changes) -> Engine:
     timeline = Timeline()
     engine = build_engine(model, EngineConfig(mode=mode, **changes), timeline, COSTS)
     for pool in engine.executor.cache.pools.values():
-        pool.k.fill_(torch.nan), pool.v.fill_(torch.nan)
+        for tensor in pool.tensors.values():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 127)
     return engine
 
 
@@ -269,3 +270,30 @@ def test_the_timeline_follows_the_layers(tmp_path, compiler):
     names = [e.name for e in engine.timeline.events]
     prefill, decode = ["pre", "store", "prefill_attn", "post"], ["pre", "cpu_attn", "post"]
     assert names == ["plan", "embed", *prefill * 2, "head", "plan", "embed", *decode * 2, "head"]
+
+
+def test_an_int8_cpu_pool_errs_little_and_says_which_kernel_served(tmp_path, compiler):
+    tiny_folder(tmp_path, {})
+    model = load_folder(tmp_path)
+    logits = []
+    for kv in ("auto", "int8"):
+        engine = poisoned(model, "simple", cpu_kv_dtype=kv)
+        recorder = LogitRecorder(engine.executor)
+        generate(engine, [list(range(1, 40))], 2)
+        logits.append(torch.stack(recorder.by_request[0]))
+    assert torch.equal(logits[0][0], logits[1][0]), "a prefill attends to its own, unquantised keys and values"
+    assert 0 < (logits[0][1] - logits[1][1]).norm() < 0.02 * logits[0][1].norm()
+    assert engine.executor.cache.pools["cpu"].k.dtype == torch.int8
+
+
+def test_int8_without_a_compiler_is_refused(tmp_path, monkeypatch):
+    from neo_lite import attention
+    from neo_lite.cpu_attention import CompilerMissing
+
+    def missing(*_):
+        raise CompilerMissing("no C++ compiler: install g++")
+
+    monkeypatch.setattr(attention, "kernel_for", missing)
+    tiny_folder(tmp_path, {})
+    with pytest.raises(CompilerMissing):
+        build_engine(load_folder(tmp_path), mode="simple", cpu_kv_dtype="int8")

@@ -33,14 +33,14 @@ PACKAGE = ROOT / "neo_lite"
 CONTROL_PLANE = [
     "config", "request", "workload", "metrics", "blocks", "cost_model", "scheduler", "timeline", "engine", "simulator",
 ]  # fmt: skip
-DATA_PLANE = ["kv_cache", "cpu_attention", "attention", "model", "pipeline"]
+DATA_PLANE = ["kv_cache", "cpu_attention", "attention", "model", "streams", "pipeline"]
 READING_PATH = CONTROL_PLANE + DATA_PLANE
 # Called along the way and read when needed: `machine` (what hardware this is), `checkpoint` (files of weights),
-# `gpu_attention` (the Triton kernel), `streams` (CUDA's side of a stage).
+# `gpu_attention` (the Triton kernel).
 ORDER = [
     "__init__", "config", "machine", *CONTROL_PLANE[1:], "checkpoint", "kv_cache", "cpu_attention", "gpu_attention",
-    "attention", "streams", "model", "pipeline", "profiler", "api", "bench", "parallel", "plots", "exercise", "figures", "explorer",
-    "__main__",
+    "attention", "model", "streams", "pipeline", "profiler", "api", "quality", "bench", "kernel_bench", "parallel", "plots",
+    "exercise", "figures", "explorer", "__main__",
 ]  # fmt: skip
 NOT_YET = {"simulator", "parallel", "figures", "explorer"}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
@@ -55,8 +55,18 @@ def tree(module: str) -> ast.Module:
 
 
 def lines(module: str) -> int:
+    """Lines of code: blank lines, comments and docstrings do not count, so that no explanation is left out for them."""
     path = PACKAGE / f"{module}.py"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    if not path.exists():
+        return 0
+    documented = {
+        line
+        for node in ast.walk(tree(module))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    rows = enumerate(path.read_text().splitlines(), 1)
+    return sum(bool(row.strip()) and not row.strip().startswith("#") and i not in documented for i, row in rows)
 
 
 def tracked() -> list[str]:
@@ -69,11 +79,11 @@ def tracked() -> list[str]:
 # Size and shape of the package
 
 
-def test_package_has_at_most_4000_lines() -> None:
+def test_package_has_at_most_4000_lines_of_code() -> None:
     assert sum(lines(module) for module in MODULES) <= 4000
 
 
-def test_reading_path_has_at_most_1800_lines() -> None:
+def test_reading_path_has_at_most_1800_lines_of_code() -> None:
     sizes = {module: lines(module) for module in READING_PATH}
     assert sum(sizes.values()) <= 1800, sizes
 
