@@ -150,20 +150,20 @@ def best_probes(probe: Callable[[tuple[int, int, int]], float]) -> list[tuple[in
     return sorted(PROBES, key=lambda variant: -statistics.median(seen[variant]))[:3]
 
 
-def measure(pool: Pool, calls: dict[str, Call], threads: int, rounds: int) -> Iterator[tuple[str, float, float]]:
-    """(kernel, GB/s of KV, GB/s of the best streaming read around it), interleaved, in random order, round by round."""
+def measure(pool: Pool, calls: dict[str, Call], threads: int, rounds: int) -> Iterator[tuple[str, float, list[float]]]:
+    """(kernel, GB/s of KV, GB/s of the best probes around it), interleaved, in random order, round by round."""
     probe = probe_call(pool, threads)
     variants, layer = best_probes(probe), 0
     for turn in range(rounds):
         order = [name for name in calls if turn < 3 or name not in ("scalar", "openmp")]  # these take seconds
-        before = max(map(probe, variants))
+        before = [probe(variant) for variant in variants]
         for name in random.sample(order, len(order)):
             seconds, count = 0.0, 1 if name in ("scalar", "openmp") else max(1, SEGMENT_BYTES // pool.call_bytes)
             for _ in range(count):
                 layer = (layer + 1) % pool.layers
                 seconds += calls[name](layer)
-            after = max(map(probe, variants))
-            yield name, count * pool.call_bytes / seconds / 1e9, (before + after) / 2
+            after = [probe(variant) for variant in variants]
+            yield name, count * pool.call_bytes / seconds / 1e9, [(a + b) / 2 for a, b in zip(before, after)]
             before = after
 
 
@@ -176,14 +176,17 @@ def bench_case(model: ModelConfig, dtype: str, batch: int, tokens: int, threads:
     for name, call in calls.items():
         call(0)
         rows[name]["max_rel_err"] = float(((out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
-    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for name, gbps, read_gbps in measure(pool, calls, threads, rounds):
-        seen[name].append((gbps, read_gbps))
+    seen: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in calls}
+    for name, gbps, reads in measure(pool, calls, threads, rounds):
+        seen[name].append((gbps, reads))
     for name, pairs in seen.items():
-        gbps, read_gbps = (statistics.median(column) for column in zip(*pairs))
+        gbps = statistics.median(gbps for gbps, _ in pairs)
+        read_gbps = max(map(statistics.median, zip(*(reads for _, reads in pairs))))  # one variant's: the best one's
+        fraction = min(map(statistics.median, zip(*([gbps / read for read in reads] for gbps, reads in pairs))))
         tokens_per_s = gbps * 1e9 / (pool.call_bytes / (batch * tokens))
-        rows[name] |= dict(gbps=gbps, read_gbps=read_gbps, fraction=statistics.median(g / r for g, r in pairs),
-                           tokens_per_s=tokens_per_s, rounds=len(pairs))  # fmt: skip
+        rows[name] |= dict(
+            gbps=gbps, read_gbps=read_gbps, fraction=fraction, tokens_per_s=tokens_per_s, rounds=len(pairs)
+        )
     return list(rows.values())
 
 

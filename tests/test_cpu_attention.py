@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import ROOT, require_tool
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neo_lite import cpu_attention
 from neo_lite.config import NeoLiteError
 from neo_lite.cpu_attention import RUNGS, KernelSpec, load_kernel
 
@@ -150,3 +161,237 @@ def test_entries_beyond_a_length_may_be_anything() -> None:
 def test_bad_spec_is_named(fields: dict) -> None:
     with pytest.raises(NeoLiteError, match=str(next(iter(fields.values())))):
         KernelSpec(**{**dict(head_dim=64, group=1, block_size=16, dtype="float32"), **fields})
+
+
+# ---- int8 ----
+def quantized(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 rows and one fp16 scale for each, as kernels/attention.h makes them; unused slots: 99 and NaN."""
+    scale = (cache.float().abs().amax(-1) / 127).half()
+    rows = (cache.float() / scale.float().unsqueeze(-1)).round().clamp(-127, 127)
+    return rows.nan_to_num(99).to(torch.int8), scale
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_int8_equals_float64_of_what_is_stored(rung: str, group: int) -> None:
+    spec = KernelSpec(64, group, 16, "float16", "int8", rung)
+    q, k, v, table, lens = case(spec, [1, 15, 0, 64, 65, 700])
+    (k8, k_scale), (v8, v_scale) = quantized(k), quantized(v)
+    stored = [c.double() * s.double().unsqueeze(-1) for c, s in ((k8, k_scale), (v8, v_scale))]
+    out = load_kernel(spec)(q, k8, v8, table, lens, k_scale=k_scale, v_scale=v_scale, num_threads=2)
+    check(spec, out, reference(q, *stored, table, lens))
+    assert (out.double() - reference(q, k, v, table, lens)).norm() < 0.02 * out.double().norm()
+
+
+def test_int8_new_token_leaves_the_others_alone() -> None:
+    spec = KernelSpec(64, 1, 16, "float16", "int8")
+    q, k, v, table, lens = case(spec, [20])
+    (k8, k_scale), (v8, v_scale) = quantized(k), quantized(v)
+    before, block = [c.clone() for c in (k8, v8, k_scale, v_scale)], int(table[0, 1])
+    new = torch.randn(2, 1, 2, 64).half() * 5
+    caches = dict(k_scale=k_scale, v_scale=v_scale)
+    load_kernel(spec)(q, k8, v8, table, lens, k_new=new[0], v_new=new[1], num_threads=1, **caches)
+    for cache, scale, x in ((k8, k_scale, new[0, 0]), (v8, v_scale, new[1, 0])):
+        stored = cache[block, :, 3].float() * scale[block, :, 3].float().unsqueeze(-1)
+        assert ((stored - x.float()).abs() <= scale[block, :, 3].float().unsqueeze(-1) * 0.51).all()
+    for now, then in zip((k8, v8, k_scale, v_scale), before):
+        now[block, :, 3] = then[block, :, 3]
+        assert torch.equal(now.float().nan_to_num(), then.float().nan_to_num())
+
+
+# ---- Builds ----
+SOURCE = 'extern "C" int answer() { return %s; }\n'
+
+
+def build_in_new_process(cache: Path, source: Path, **environment: str) -> subprocess.Popen:
+    program = (
+        "import ctypes, sys, pathlib; from neo_lite.cpu_attention import build_library as b\n"
+        f"print(ctypes.CDLL(str(b(pathlib.Path({str(source)!r})) / 'library.so')).answer())"
+    )
+    settings = os.environ | {"NEO_LITE_CACHE": str(cache), **environment}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=settings, start_new_session=True, **pipes)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEO_LITE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "work").mkdir()
+    path = tmp_path / "work" / "answer.cpp"
+    path.write_text(SOURCE % 42)
+    return path
+
+
+@pytest.fixture
+def slow_compiler(tmp_path: Path) -> str:
+    """A compiler that says when it has begun, and takes its time."""
+    path = tmp_path / "slow-g++"
+    path.write_text(f'#!/bin/sh\ncase "$*" in *-c*) touch {tmp_path}/begun; sleep 3;; esac\nexec c++ "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_compile_leaves_the_next_run_working(source: Path, slow_compiler: str, tmp_path: Path, how: int) -> None:
+    killed = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler)
+    wait_for(tmp_path / "begun")
+    os.killpg(killed.pid, how)
+    assert killed.wait(60) != 0
+    left = [path for path in (tmp_path / "cache").rglob("*") if path.name in ("lock", "library.so", "build.json")]
+    assert not [path for path in left if path.name != "lock"]  # nothing that could pass for a build
+    out, err = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler).communicate(timeout=120)
+    assert out == "42\n", err
+
+
+@pytest.mark.slow
+def test_two_processes_compile_once_and_the_second_says_what_it_waits_for(
+    source: Path, slow_compiler: str, tmp_path: Path
+) -> None:
+    first = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler)
+    wait_for(tmp_path / "begun")
+    second = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler)
+    (out, _), (other, err) = first.communicate(timeout=120), second.communicate(timeout=120)
+    assert out == other == "42\n", err
+    assert "waiting for another process" in err and "compiling" not in err
+
+
+def test_other_processor_flags_or_an_edited_source_give_another_build(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def answer() -> int:
+        return ctypes.CDLL(str(cpu_attention.build_library(source) / "library.so")).answer()
+
+    assert answer() == answer() == 42 and capsys.readouterr().err.count("compiling") == 1
+    source.write_text(SOURCE % 43)
+    assert answer() == 43
+    before = cpu_attention.build_library(source)
+    monkeypatch.setattr(cpu_attention, "_cpu_flags", lambda: "fpu avx1024")
+    assert cpu_attention.build_library(source) != before
+    source.with_name("mine.h").write_text("// a header beside the source counts as well")
+    assert cpu_attention.build_library(source) != before
+
+
+def test_an_error_in_a_source_is_shown_in_one_line_and_can_be_mended(source: Path) -> None:
+    source.write_text(SOURCE % "no_such_name")
+    for _ in range(2):  # torch remembers names that it has built: a second try must compile again
+        with pytest.raises(NeoLiteError, match=r"answer.cpp does not compile: .*no_such_name"):
+            cpu_attention.build_library(source)
+    source.write_text(SOURCE % 7)
+    assert ctypes.CDLL(str(cpu_attention.build_library(source) / "library.so")).answer() == 7
+
+
+def test_an_edited_kernel_is_loaded_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (cpu_attention.KERNELS_DIR / "scalar.cpp").read_text()
+    spec = KernelSpec(16, 2, 16, "float32", rung=str(source))
+    inputs = case(spec, [5])
+    source.write_text(text)
+    check(spec, load_kernel(spec)(*inputs), reference(*inputs))
+    source.write_text(text.replace("o[d] / total", "0.f"))
+    assert (load_kernel(spec)(*inputs) == 0).all()
+
+
+def test_no_compiler_is_one_line_with_a_remedy(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/g++")
+    with pytest.raises(cpu_attention.CompilerMissing, match="install g\\+\\+") as error:
+        cpu_attention.build_library(source)
+    assert "\n" not in str(error.value)
+
+
+def test_ninja_is_found_where_it_is_not_on_the_path(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = "/usr/bin:/bin"
+    monkeypatch.setenv("PATH", before)
+    cpu_attention.build_library(source)
+    assert os.environ["PATH"] == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_one_openmp_runtime_in_the_process() -> None:
+    program = (
+        "from neo_lite.cpu_attention import KernelSpec, load_kernel\n"
+        "print(load_kernel(KernelSpec(16, 2, 16, 'float32')).description)\n"
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line or 'libomp' in line})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    description, runtimes = done.stdout.splitlines()
+    assert "OpenMP" in description and len(runtimes.split()) == 1, runtimes
+
+
+# ---- Other compilers, other processors, sanitizers: the driver in kernels/check ----
+SHAPES = ["-DHEAD_DIM=64 -DGROUP=3 -DBLOCK_SIZE=16", "-DHEAD_DIM=128 -DGROUP=1 -DBLOCK_SIZE=8"]
+FORMATS = {"fp16": "-DDTYPE_FLOAT16", "bf16": "-DDTYPE_BFLOAT16", "fp32": "-DDTYPE_FLOAT32",
+           "int8": "-DDTYPE_FLOAT16 -DKV_INT8"}  # fmt: skip
+
+
+def build_driver(folder: Path, compiler: str, flags: str, rung: Path | str) -> str:
+    source = rung if isinstance(rung, Path) else cpu_attention.KERNELS_DIR / f"{rung}.cpp"
+    driver = cpu_attention.KERNELS_DIR / "check" / "driver.cpp"
+    command = [compiler, "-std=c++17", "-O2", f'-DRUNG="{source}"', f"-I{cpu_attention.KERNELS_DIR}", *flags.split()]
+    built = subprocess.run([*command, str(driver), "-o", str(folder / "driver")], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return str(folder / "driver")
+
+
+def run_driver(folder: Path, compiler: str, flags: str, *runner: str, rung: str = "flash") -> str:
+    done = subprocess.run([*runner, build_driver(folder, compiler, flags, rung)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", FORMATS)
+@pytest.mark.parametrize("compiler", ["g++-11", "c++", "clang++"])
+def test_every_compiler_and_x86_instruction_set(tmp_path: Path, compiler: str, numbers: str) -> None:
+    require_tool(compiler)
+    if platform.machine() != "x86_64":
+        pytest.skip("-march names x86 processors")
+    flags = f"{SHAPES[0]} {FORMATS[numbers]}" + ("" if compiler == "clang++" else " -fopenmp")  # clang's is not its own
+    for isa, march in (("AVX2", "haswell"), ("generic", "x86-64")):
+        assert isa in run_driver(tmp_path, compiler, f"-march={march} {flags}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung,numbers", [("scalar", "fp16"), ("simd", "int8"), *(("flash", name) for name in FORMATS)])
+def test_neon_under_emulation(tmp_path: Path, rung: str, numbers: str) -> None:
+    compiler = require_tool("aarch64-linux-gnu-g++", "apt install g++-aarch64-linux-gnu")
+    emulator = require_tool("qemu-aarch64-static", "apt install qemu-user-static")
+    for shape, cpu in zip(SHAPES, ("cortex-a57", "neoverse-n1")):
+        flags = f"-fopenmp -static {shape} {FORMATS[numbers]}"
+        assert run_driver(tmp_path, compiler, flags, emulator, "-cpu", cpu, rung=rung).startswith("NEON")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung,numbers", [("scalar", "fp16"), ("simd", "fp16"), ("flash", "fp16"), ("flash", "int8")])
+def test_address_and_undefined_behaviour_sanitizers(tmp_path: Path, rung: str, numbers: str) -> None:
+    sanitize = "-g -fopenmp -march=native -fsanitize=address,undefined -fno-sanitize-recover=all"
+    for shape in SHAPES:
+        run_driver(tmp_path, require_tool("c++"), f"{sanitize} {shape} {FORMATS[numbers]}", rung=rung)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ["openmp", "simd", "flash", "with a race"])
+def test_thread_sanitizer(tmp_path: Path, rung: Path | str) -> None:
+    """With clang's OpenMP, whose Archer tells the sanitizer of barriers (gcc's reports falsely). A seeded race is seen."""
+    remedy = "apt install clang-19 libomp-19-dev"
+    clang = require_tool("clang++-19", remedy)
+    archer = Path(clang).resolve().parents[1] / "lib" / "libarcher.so"
+    if not archer.is_file():
+        require_tool("libarcher.so", remedy)
+    race = rung == "with a race"
+    if race:
+        text, private = (cpu_attention.KERNELS_DIR / "openmp.cpp").read_text(), "    std::vector<float> weights;"
+        rung = tmp_path / "race.cpp"
+        rung.write_text(text.replace(private, "    static std::vector<float> weights;"))
+    flags = f"-g -fopenmp -march=native -fsanitize=thread {SHAPES[0]} {FORMATS['fp16']}"
+    program = build_driver(tmp_path, clang, flags, rung)
+    settings = os.environ | {"OMP_TOOL_LIBRARIES": str(archer), "TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
+    done = subprocess.run([program], capture_output=True, text=True, env=settings)
+    assert ("data race" in done.stderr) == race, done.stderr
+    assert race or done.returncode == 0, done.stdout
