@@ -97,17 +97,36 @@ def case(pipeline: Pipeline, shape: tuple[int, int, int, int], seq_len: int, rou
     pipeline.run(plan)
     pipeline.timeline.enabled = False
     start_s = pipeline.timeline.span_s[0]
-    events = [[e.lane, e.name, round(e.start_s - start_s, 6), round(e.end_s - start_s, 6), e.args.get("layer"), e.args.get("batch")]
-              for e in pipeline.timeline.events if e.args.get("layer") in (None, 0, 1, 2, 3)]  # fmt: skip
+    events = [
+        [
+            e.lane,
+            e.name,
+            round(e.start_s - start_s, 6),
+            round(e.end_s - start_s, 6),
+            e.args.get("layer"),
+            e.args.get("batch"),
+        ]
+        for e in pipeline.timeline.events
+        if e.args.get("layer") in (None, 0, 1, 2, 3)
+    ]
     pipeline.timeline.events.clear()
     t = {name: statistics.median(values) for name, values in runs.items()}
     layers = max(t["l0"] + t["pref0"] + t["ga0"] + t["l1"], t["ca1"] + t["l1"], t["ca0"] + t["ca1"])
     paper = max(t["l0"], t["ca1"]) + max(t["l1"] + t["ga0"] + t["pref0"], t["ca0"])
     spread = {name: [min(v), max(v)] for name, v in runs.items()}
     kv_bytes = sum(w.seq_len for w in b1.cpu_decodes) * model.config.kv_bytes_per_token(str(model.dtype)[6:])
-    return {"terms_s": t, "spread_s": spread, "bound_s": layers, "paper_bound_s": paper, "rounds": rounds, "events": events,
-            "iteration_over_bound": t["iteration"] / layers, "iteration_over_bound_and_head": t["iteration"] / (layers + t["head"]),
-            "enqueue_s": statistics.median(enqueued[2:]), "cpu_kv_gb_per_s": kv_bytes / t["ca1"] / 1e9 if rest else None}  # fmt: skip
+    return {
+        "terms_s": t,
+        "spread_s": spread,
+        "bound_s": layers,
+        "paper_bound_s": paper,
+        "rounds": rounds,
+        "events": events,
+        "iteration_over_bound": t["iteration"] / layers,
+        "iteration_over_bound_and_head": t["iteration"] / (layers + t["head"]),
+        "enqueue_s": statistics.median(enqueued[2:]),
+        "cpu_kv_gb_per_s": kv_bytes / t["ca1"] / 1e9 if rest else None,
+    }
 
 
 def _gpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Callable[[], Any]]:
@@ -138,8 +157,13 @@ def _gpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Call
         return work
 
     x = torch.randn(len(b0) + len(b1), c.hidden_size, dtype=model.dtype, device="cuda")
-    return {"l0": linear(b0.num_tokens), "l1": linear(b1.num_tokens), "pref0": attend(rows0.prefills, attention.prefill),
-            "ga0": attend(rows0.gpu_decodes, pipeline.gpu_decode), "head": lambda: model.head(x)}  # fmt: skip
+    return {
+        "l0": linear(b0.num_tokens),
+        "l1": linear(b1.num_tokens),
+        "pref0": attend(rows0.prefills, attention.prefill),
+        "ga0": attend(rows0.gpu_decodes, pipeline.gpu_decode),
+        "head": lambda: model.head(x),
+    }
 
 
 def _cpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Callable[[], Any]]:
@@ -175,8 +199,14 @@ def main() -> None:
     partition(args.num_sms)
     model = load_model(args.model, "cuda", "float16")
     blocks = -(-args.seq_len // 16)
-    config = EngineConfig(mode="simple", gpu_kv_tokens=24 * blocks * 16, cpu_kv_tokens=110 * blocks * 16, cpu_threads=args.threads,
-                          max_batched_tokens=2048, max_seqs=256)  # fmt: skip
+    config = EngineConfig(
+        mode="simple",
+        gpu_kv_tokens=24 * blocks * 16,
+        cpu_kv_tokens=110 * blocks * 16,
+        cpu_threads=args.threads,
+        max_batched_tokens=2048,
+        max_seqs=256,
+    )
     pipeline = Pipeline(model, config, Timeline(enabled=False))
     for pool in pipeline.cache.pools.values():
         for tensor in (pool.k, pool.v):
@@ -187,14 +217,25 @@ def main() -> None:
     for name, shape in CASES.items():
         results[name] = r = case(pipeline, shape, args.seq_len, args.rounds)
         ms = {k: round(v * 1e3, 2) for k, v in r["terms_s"].items()}
-        print(f"{name}: {r['iteration_over_bound']:.3f} x bound, {r['iteration_over_bound_and_head']:.3f} with head; {ms}; "
-              f"enqueue {r['enqueue_s'] * 1e3:.1f} ms", flush=True)  # fmt: skip
+        print(
+            f"{name}: {r['iteration_over_bound']:.3f} x bound, {r['iteration_over_bound_and_head']:.3f} with head; {ms}; "
+            f"enqueue {r['enqueue_s'] * 1e3:.1f} ms",
+            flush=True,
+        )
     command = (
         f"python benchmarks/asymmetric_bound.py --model {args.model} --num-sms {args.num_sms} --threads {args.threads}"
     )
     what = "an asymmetric iteration over the bound of its schedule, every term measured alone in the same process, interleaved"
-    data = {"what": what, "command": command, "stamp": machine.stamp(args.num_sms or None), "model": args.model, "dtype": "float16",
-            "seq_len": args.seq_len, "threads": args.threads, "cases": results}  # fmt: skip
+    data = {
+        "what": what,
+        "command": command,
+        "stamp": machine.stamp(args.num_sms or None),
+        "model": args.model,
+        "dtype": "float16",
+        "seq_len": args.seq_len,
+        "threads": args.threads,
+        "cases": results,
+    }
     name = torch.cuda.get_device_name().split()[-1].lower() + (f"_{args.num_sms}sm" if args.num_sms else "")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}_asymmetric_bound.json").write_text(json.dumps(data, separators=(",", ":")) + "\n")

@@ -20,6 +20,7 @@ import torch
 
 from neo_lite import attention, machine
 from neo_lite.api import build_engine, load_model
+from neo_lite.bench import partition
 from neo_lite.config import EngineConfig
 from neo_lite.model import Llama
 from neo_lite.request import Move, Request, SamplingParams
@@ -163,9 +164,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("data/recorded"))
     args = parser.parse_args()
-    if args.num_sms:
-        partition = torch.cuda.green_contexts.GreenContext.create(num_sms=args.num_sms)
-        partition.set_context()
+    partition(args.num_sms)
     model = load_model(args.model, "cuda", "float16")
     command = (
         f"python benchmarks/gpu_partition.py --model {args.model} --num-sms {args.num_sms} --threads {args.threads}"

@@ -35,16 +35,17 @@ template <int STREAMS> static uint64_t pick(const char* p, size_t n, int level, 
   }
 }
 
-// Seconds to read n bytes at p (aligned to 64) once; the sum goes out so that no compiler can leave the reading out.
+constexpr size_t PIECE = 1 << 20;
+// Seconds to read n bytes at p (aligned to 64), a multiple of PIECE, once; the sum goes out so that no compiler can leave the reading out.
 extern "C" double read_bandwidth(const char* p, size_t n, int threads, int streams, int level, size_t ahead, uint64_t* sum) {
   uint64_t total = 0;
-  const size_t part = n / threads / 4096 * 4096;
+  const int pieces = n / PIECE;  // dealt out as threads come free: one slow core must not decide what the memory can do
   const auto start = std::chrono::steady_clock::now();
-#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : total)
-  for (int t = 0; t < threads; t++) {
-    const char* q = p + t * part;
-    total += streams >= 8 ? pick<8>(q, part, level, ahead) : streams >= 4 ? pick<4>(q, part, level, ahead)
-           : streams >= 2 ? pick<2>(q, part, level, ahead) : pick<1>(q, part, level, ahead);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(+ : total)
+  for (int i = 0; i < pieces; i++) {
+    const char* q = p + i * PIECE;
+    total += streams >= 8 ? pick<8>(q, PIECE, level, ahead) : streams >= 4 ? pick<4>(q, PIECE, level, ahead)
+           : streams >= 2 ? pick<2>(q, PIECE, level, ahead) : pick<1>(q, PIECE, level, ahead);
   }
   *sum = total;
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

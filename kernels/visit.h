@@ -52,13 +52,22 @@ struct Streams {
     for (int j = 0; j < S; j++) p[j] = (const KV*)cache + row_of(a, span.seq, head, span.start + std::min(t + j * U, last)) * D;
   }
   void load_scales(const AttentionArgs& a) {
+    float numbers[2][S][U + W];
     for (int j = 0; j < S; j++) {
       const size_t row = (at[j] - (const KV*)a.k_cache) / D;
-      for (int t = 0; t < U; t++) {
-        k_scale[t * S + j] = to_float(((const half*)a.k_scale)[row + t]);
-        v_scale[t * S + j] = to_float(((const half*)a.v_scale)[row + t]);
-      }
+      if (U % W == 0)
+        for (int t = 0; t < U; t += W) {
+          store(numbers[0][j] + t, load((const half*)a.k_scale + row + t));
+          store(numbers[1][j] + t, load((const half*)a.v_scale + row + t));
+        }
+      else
+        for (int t = 0; t < U; t++) {
+          numbers[0][j][t] = to_float(((const half*)a.k_scale)[row + t]);
+          numbers[1][j][t] = to_float(((const half*)a.v_scale)[row + t]);
+        }
     }
+    for (int t = 0; t < U; t++)
+      for (int j = 0; j < S; j++) k_scale[t * S + j] = numbers[0][j][t], v_scale[t * S + j] = numbers[1][j][t];
   }
 };
 static inline void prefetch(const KV* p) { __builtin_prefetch(p, 0, 0); }  // past the L2 cache: each row is read once

@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     env.add_argument("--json", action="store_true")
     env.set_defaults(command=run_env)
     _generate_arguments(commands.add_parser("generate", help="generate text, tokens streaming as they come"))
+    kernel = commands.add_parser("kernel-bench", help="every rung of the CPU kernel against this machine's memory")
+    add_kernel_bench_arguments(kernel)
+    kernel.set_defaults(command=run_kernel_bench)
     bench = commands.add_parser("bench", help="throughput and latency of a seeded batch of requests, offered at once")
     add_bench_arguments(bench)
     bench.set_defaults(command=run_bench)
@@ -57,6 +60,20 @@ def add_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--trace", default="", help="write a Chrome/Perfetto trace of the last iterations to this file")
     p.add_argument("--json", action="store_true")
+
+
+def add_kernel_bench_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--shape", default="llama-2-7b", choices=("llama-2-7b", "llama-3.1-8b", "smollm2"))
+    p.add_argument("--dtype", default="fp16", choices=("fp16", "bf16", "fp32", "int8"), help="of the KV")
+    p.add_argument("--threads", type=int, default=0, help="0: all usable cores")
+    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--json", action="store_true")
+
+
+def run_kernel_bench(args: argparse.Namespace) -> int:
+    from neo_lite import kernel_bench
+
+    return kernel_bench.main(args)
 
 
 def run_bench(args: argparse.Namespace) -> int:

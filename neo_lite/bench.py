@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -67,6 +68,7 @@ def partition(num_sms: int) -> None:
         raise NeoLiteError(
             f"--num-sms {num_sms} is refused by this GPU ({str(error).splitlines()[0]}): try 8"
         ) from None
+    os.environ["NEO_LITE_NUM_SMS"] = str(num_sms)
     partition.context.set_context()  # type: ignore[attr-defined]  # kept to the process's end: freed earlier, it aborts
 
 

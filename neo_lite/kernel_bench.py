@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -127,16 +128,17 @@ def sdpa_call(pool: Pool, threads: int, out: torch.Tensor) -> Call:
 
 
 def probe_call(pool: Pool, threads: int) -> Callable[[tuple[int, int, int]], float]:
-    """A streaming read of one segment at a random place of the pool, in GB/s."""
+    """A streaming read of the pool's next segment, in GB/s: in turn, as the kernels go through its layers, so that a large
+    cache holds no more of it for the one than for the others."""
     library = ctypes.CDLL(str(build_library(KERNELS_DIR / "read_bandwidth.cpp") / "library.so"))
-    read, total, sizes = library.read_bandwidth, ctypes.c_uint64(), pool.kv.nbytes - SEGMENT_BYTES
+    read, total = library.read_bandwidth, ctypes.c_uint64()
+    segments = itertools.cycle(range(pool.kv.data_ptr(), pool.kv.data_ptr() + pool.kv.nbytes - SEGMENT_BYTES + 1, SEGMENT_BYTES))
     read.restype = ctypes.c_double
     read.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_size_t, ctypes.c_void_p]
 
     def probe(variant: tuple[int, int, int]) -> float:
-        address = pool.kv.data_ptr() + random.randrange(sizes // 4096 + 1) * 4096
         streams, level, ahead = variant
-        seconds = read(address, SEGMENT_BYTES, threads, streams, level, ahead, ctypes.byref(total))
+        seconds = read(next(segments), SEGMENT_BYTES, threads, streams, level, ahead, ctypes.byref(total))
         return SEGMENT_BYTES / seconds / 1e9
 
     return probe
