@@ -70,7 +70,15 @@ struct Streams {
       for (int j = 0; j < S; j++) k_scale[t * S + j] = numbers[0][j][t], v_scale[t * S + j] = numbers[1][j][t];
   }
 };
-static inline void prefetch(const KV* p) { __builtin_prefetch(p, 0, 0); }  // past the L2 cache: each row is read once
+// Each row is read once, so it may go past the L2 cache. AMD's cores gain by that (GQA on 2 cores of Zen 5: 0.80 of the
+// streaming read instead of 0.72); Intel's lose a third and more (MHA on 16 of Sapphire Rapids: 84 GB/s instead of 127).
+static inline void prefetch(const KV* p) {
+#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+  __builtin_prefetch(p, 0, 0);
+#else
+  __builtin_prefetch(p, 0, 3);
+#endif
+}
 
 // ---- Pass 1: scores, and at once their weights ----
 // Softmax needs the greatest score, which comes last. So weights are 2^(score - m) with m the greatest of the first few;
