@@ -3,6 +3,11 @@
 //   each span leaves (o, m, l), and a merge weighs the spans of a sequence (flash decoding).
 // * Every K and V row is read once for all query heads that share it (GQA). Two passes a span: K, then V.
 // * Memory is read in several streams at once, each in strict order, each asked for one tile ahead (visit.h).
+// MHA 45 GB/s (0.84 to 0.90 of the streaming read), GQA 42 (0.77 to 0.81): 2.1 and 4.8 x the rung below. Steps on the way:
+// rows shared by the group, spans, one stream read 4 rows at a time by columns, prefetched: 0.84 / 0.68. Four streams, each
+// in strict order: 0.87 / 0.74. Weights in the same pass as scores and spans of up to 1,024 tokens: 3 % each on GQA.
+// Without gain: prefetching a line of later pages for the TLB, a second prefetch nearby, reading whole rows of V for two
+// heads at a time, spans that shorten towards the end.
 #include "visit.h"
 
 // ---- One span of one sequence, all heads ----

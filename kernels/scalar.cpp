@@ -1,4 +1,7 @@
 // Rung 1: attention of one new token per sequence over a paged KV cache, as a textbook would write it, on one thread.
+// GB/s of KV read here and in the other rungs' notes: fp16, 16 sequences of 1,000 tokens, 2 cores of Zen 5 (AVX-512) whose
+// memory streams 52-55 GB/s; MHA is Llama-2-7B's shape, GQA Llama-3.1-8B's (4 query heads share a KV head).
+// MHA 3.3, GQA 0.9: a multiplication at a time, and GQA reads (from the cache) and converts each row 4 times.
 #include "attention.h"
 
 static void attend(const AttentionArgs& a, int b, int q_head, std::vector<float>& weights) {

@@ -1,5 +1,7 @@
 // Rung 3: the same loops in vectors of W floats, from simd.h: the dot products and the sums of V work on 16, 8 or 4
 // numbers at once, and fp16 is converted by the hardware.
+// MHA 21 GB/s, GQA 8.6: 3.6 and 4.8 x the rung below. What is left: every head goes through all blocks by itself, so that
+// memory is read in pieces of 4 KiB, nothing is asked for in time, and GQA still converts each row 4 times.
 #include "attention.h"
 
 static void attend(const AttentionArgs& a, int b, int q_head, std::vector<float>& weights) {

@@ -18,7 +18,7 @@ SMALL = ModelConfig("small", 2, 64, 6, 2, 64, 128, 256)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes: one short case, small buffers, a small model under the name of a large one."""
     monkeypatch.setattr(kernel_bench, "CASES", ((3, 50),))
-    monkeypatch.setattr(kernel_bench, "SEGMENT_BYTES", 1 << 16)
+    monkeypatch.setattr(kernel_bench, "SEGMENT_BYTES", 1 << 20)
     monkeypatch.setattr(kernel_bench, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setattr(kernel_bench, "MODELS", {"smollm2": SMALL})
 
@@ -48,7 +48,7 @@ def test_a_share_above_the_roofline_fails(small: None, monkeypatch: pytest.Monke
 
 
 def test_layers_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_bench, "SEGMENT_BYTES", 1 << 16)
+    monkeypatch.setattr(kernel_bench, "SEGMENT_BYTES", 1 << 20)
     monkeypatch.setattr(kernel_bench, "last_level_cache_bytes", lambda: 1 << 20)
     pool = kernel_bench.Pool(SMALL, 2, 100, "float16")
     assert pool.kv.nbytes >= 4 << 20
