@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from neo_lite.config import MODES, NeoLiteError
 from neo_lite.request import Request, SamplingParams
@@ -15,8 +15,8 @@ from neo_lite.request import Request, SamplingParams
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; 0: done, 1: refused with a reason, 130: interrupted."""
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         return args.command(args)
     except NeoLiteError as error:
         print(f"neo_lite: {error}", file=sys.stderr)
@@ -27,10 +27,21 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python flushes again at its end
+        print(f"neo_lite: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is a --help away."""
+
+    def error(self, message: str) -> NoReturn:
+        raise NeoLiteError(f"{message} (see {self.prog} --help)")
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m neo_lite", description="offloaded LLM serving, step by step")
+    top = OneLineParser(prog="python -m neo_lite", description="offloaded LLM serving, step by step")
     commands = top.add_subparsers(required=True, metavar="command")
     env = commands.add_parser("env", help="what this machine is, and what of the course it can run")
     env.add_argument("--json", action="store_true")
@@ -119,17 +130,25 @@ def run_generate(args: argparse.Namespace) -> int:
     config = EngineConfig(
         mode=args.mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=args.cpu_kv_tokens, cpu_threads=args.cpu_threads
     )
-    if not args.prompt:
-        raise NeoLiteError("the prompt is empty: give --prompt some text")
+    check_text(args.prompt)
+    sampling = SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed)
     model = load_model(args.model, args.device, args.dtype)
     engine = build_engine(model, config)
-    sampling = SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed)
     request = engine.add(model.tokenizer.encode(args.prompt), sampling)
     load_s = time.perf_counter() - start_s
     text = _stream(engine, request, model.tokenizer, quiet=args.json)
     if args.json:
-        print(json.dumps(_result(args, model, request, text, load_s)))
+        print(json.dumps(_result(args, model, request, text, load_s), allow_nan=False))
     return 0
+
+
+def check_text(prompt: str) -> None:
+    if not prompt:
+        raise NeoLiteError("the prompt is empty: give --prompt some text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise NeoLiteError(f"the prompt {prompt!r} is not UTF-8: write it in UTF-8") from None
 
 
 def _stream(engine: Any, request: Request, tokenizer: Any, quiet: bool) -> str:
@@ -160,7 +179,11 @@ def _result(args: argparse.Namespace, model: Any, request: Request, text: str, l
         "source": model.source,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "timings": {"load_s": load_s, "ttft_s": metrics.ttft_s(request), "tpot_s": metrics.tpot_s(request)},
+        "timings": {
+            "load_s": load_s,
+            "ttft_s": metrics.ttft_s(request),
+            "tpot_s": metrics.tpot_s(request) if len(request.output) > 1 else None,
+        },
     }
 
 

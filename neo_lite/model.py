@@ -20,6 +20,7 @@ from neo_lite.request import Request
 if TYPE_CHECKING:
     from neo_lite.checkpoint import Checkpoint
 
+COLD = 1e-6  # a temperature that is as good as 0: greedy
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin: each [tokens, 1, head_dim]
 
 
@@ -163,7 +164,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     """The next token of each request: logits float32 [n, vocabulary]. A seed gives the same tokens in any batch."""
     tokens = logits.argmax(-1).tolist()
     for i, request in enumerate(requests):
-        if request.sampling.temperature > 0:
+        if request.sampling.temperature > COLD:
             tokens[i] = _draw(logits[i], request)
     return tokens
 
@@ -171,7 +172,8 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
 def _draw(logits: torch.Tensor, request: Request) -> int:
     """One token from the smallest set of tokens whose probability reaches top_p."""
     params = request.sampling
-    probs, ids = torch.softmax(logits.cpu() / params.temperature, -1).sort(descending=True)
-    probs[(probs.cumsum(-1) - probs) >= params.top_p] = 0.0
-    generator = torch.Generator().manual_seed(params.seed * 1_000_003 + len(request.output))
+    logits = logits.cpu().double()
+    probs, ids = torch.softmax((logits - logits.max()) / params.temperature, -1).sort(descending=True)
+    probs[1:][(probs.cumsum(-1) - probs)[1:] >= params.top_p] = 0.0
+    generator = torch.Generator().manual_seed((int(params.seed) * 1_000_003 + len(request.output)) % 2**63)
     return int(ids[torch.multinomial(probs, 1, generator=generator)])

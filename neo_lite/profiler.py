@@ -55,7 +55,8 @@ def _curve(points: Sequence[int], work_of: Callable[[int], Callable[[], float]])
 def _kv_points(pipeline: Pipeline, device: Device) -> list[int]:
     """KV tokens that the pool can hold and max_seqs requests can reach, in decodes of SEQ_LEN."""
     size, pool = pipeline.config.block_size, pipeline.cache.pools[device]
-    most = min(pool.k.shape[1] * size, pipeline.config.max_seqs * SEQ_LEN)
+    whole = max(1, SEQ_LEN // size)  # blocks of a decode: all but the last fill them
+    most = min(pool.k.shape[1] // whole, pipeline.config.max_seqs) * whole * size or pool.k.shape[1] * size
     return [n for n in KV_TOKENS if n < most] + [most]
 
 
@@ -107,8 +108,9 @@ def _prefill(pipeline: Pipeline, tokens: int) -> Callable[[], float]:
 
 def _decodes(pipeline: Pipeline, kv_tokens: int) -> tuple[Work, ...]:
     """Decodes that read `kv_tokens` in all, in blocks of their own in random order."""
-    lens = [SEQ_LEN] * (kv_tokens // SEQ_LEN) + ([kv_tokens % SEQ_LEN] if kv_tokens % SEQ_LEN else [])
     size = pipeline.config.block_size
+    whole = max(1, SEQ_LEN // size) * size
+    lens = [whole] * (kv_tokens // whole) + ([kv_tokens % whole] if kv_tokens % whole else [])
     free = torch.randperm(sum(-(-n // size) for n in lens)).tolist()
     works = []
     for i, n in enumerate(lens):

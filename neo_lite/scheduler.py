@@ -33,15 +33,14 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of admission
         self.parked: deque[Request] = deque()  # KV in the other pool, waiting for room
 
-    def add(self, request: Request) -> None:
-        """Queues a request, or refuses one whose pool could never hold it."""
+    def check(self, request: Request) -> None:
+        """Refuses a request whose pool could never hold it."""
         if not self._fits_ever(request):
             pool, tokens = self.blocks.total[self.home], request.max_total_tokens
             raise NeoLiteError(
                 f"the request may grow to {tokens} tokens ({self.blocks.needed(tokens)} blocks) and the {self.home} pool"
                 f" has {pool} blocks: shorten the prompt, lower max_tokens, or raise {self.home}_kv_tokens"
             )
-        self.waiting.append(request)
 
     def _fits_ever(self, request: Request) -> bool:
         return self.blocks.fits_ever(request, self.home)
@@ -52,13 +51,6 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         self.blocks.release(request)
-
-    def requeue_all(self) -> None:
-        """Drops all KV and starts everyone again from their tokens: after an iteration that did not end."""
-        for request in reversed([*self.running, *self.parked]):
-            self._drop(request)
-        self.running.clear()
-        self.parked.clear()
 
     @property
     def unfinished(self) -> int:

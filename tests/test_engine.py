@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
+import numpy as np
 import pytest
 
 from neo_lite.config import MODELS, EngineConfig, NeoLiteError
@@ -119,3 +121,31 @@ def test_bad_requests_are_refused_in_one_line(prompt, sampling, message):
 def test_bad_settings_are_refused(changes):
     with pytest.raises(NeoLiteError, match=str(next(iter(changes.values())))):
         EngineConfig(**changes)
+
+
+def test_one_engine_is_not_stepped_from_two_threads():
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        def run(self, plan):
+            inside.set()
+            go_on.wait(10)
+            return super().run(plan)
+
+    engine = engine_of(Slow([3, 4]))
+    request = engine.add([1], SamplingParams(2))
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    inside.wait(10)
+    with pytest.raises(NeoLiteError, match="stepping in another thread"):
+        engine.step()
+    go_on.set()
+    thread.join()
+    assert request.output == [3, 4]
+
+
+def test_numbers_of_numpy_are_numbers():
+    engine = engine_of(Scripted([3, 4]))
+    request = engine.add(np.array([1, 2]), SamplingParams(np.int64(2)))
+    engine.run()
+    assert request.output == [3, 4]
