@@ -60,8 +60,6 @@ def check(args: argparse.Namespace) -> None:
         raise NeoLiteError(f"--cpu-kv-gib {args.cpu_kv_gib}: give a number of GiB above 0")
     if not 0 <= args.seed < 2**62:
         raise NeoLiteError(f"--seed {args.seed}: give a whole number from 0 to 2**62 - 1")
-    if args.requests < 1:
-        raise NeoLiteError(f"--requests {args.requests}: give a whole number from 1 on")
     trace = Path(args.trace)
     if args.trace and (trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK)):
         raise NeoLiteError(f"--trace {args.trace} cannot be written: name a file in a folder that exists")
@@ -89,7 +87,7 @@ def partition(num_sms: int) -> None:
 def parse_workload(text: str, count: int, seed: int) -> list[Arrival]:
     kind, _, numbers = text.partition(":")
     parts = numbers.split(",")
-    if kind != "synthetic" or len(parts) != 2 or not all(p.isdigit() for p in parts):
+    if kind != "synthetic" or len(parts) != 2 or not all(p.isdecimal() for p in parts):
         raise NeoLiteError(f"workload {text!r} is unknown: write synthetic:PROMPT,OUTPUT such as synthetic:1000,200")
     return synthetic(count, int(parts[0]), int(parts[1]), seed=seed)
 

@@ -123,7 +123,7 @@ def config_from_hf(hf: Mapping[str, Any], name: str) -> ModelConfig:
 
 def _number(hf: Mapping[str, Any], key: str, name: str, default: float | None = None, whole: bool = True) -> Any:
     """hf[key], `default` where it is absent or null; raises NeoLiteError unless it is a number above 0."""
-    value = default if hf.get(key) is None else hf[key]
+    value: Any = default if hf.get(key) is None else hf[key]
     kind_fits = is_int(value) or not whole and isinstance(value, float)
     if not kind_fits or not 0 < value < (2**31 if whole else 1e30):
         kind = "whole number" if whole else "number"
@@ -151,7 +151,8 @@ def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | None]:
     if odd := [part for part in parts if not isinstance(part, Mapping)]:
         raise NeoLiteError(f"{name} scales RoPE by {odd[0]!r:.80}: choose a Llama with default or a complete llama3")
     rope = {**parts[0], **parts[1]}
-    theta = float(_number({**hf, **rope}, "rope_theta", name, 10000.0, whole=False))
+    holder = hf if rope.get("rope_theta") is None else rope
+    theta = float(_number(holder, "rope_theta", name, 10000.0, whole=False))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -263,9 +264,11 @@ def _entry(file: Path, name: str, info: Any, start: int, size: int) -> _Entry | 
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise NeoLiteError(f"the header of {file} has {name} as {info!r:.120}, which contradicts itself: download again")
+        raise NeoLiteError(f"{file} has {name!r} as {info!r:.120}, which contradicts itself: download it again")
     if start + end > size:
-        raise NeoLiteError(f"{file} is cut short ({name} would end at byte {start + end} of {size}): download it again")
+        raise NeoLiteError(
+            f"{file} is cut short ({name!r} would end at byte {start + end} of {size}): download it again"
+        )
     return _Entry(file, dtype, shape, start + begin) if dtype else None
 
 

@@ -158,6 +158,22 @@ def test_config_fields(given, field, value):
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": 32.0}, "hidden_size 32.0"),
+        ({"hidden_size": True}, "hidden_size True"),
+        ({"hidden_size": 10**400}, "hidden_size 1000"),
+        ({"num_attention_heads": 64}, "head_dim 0"),
+        ({"head_dim": 7}, "head_dim 7"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5'"),
+        ({"rope_theta": float("nan")}, "rope_theta nan"),
+        ({"rope_theta": 10**400}, "rope_theta 1000"),
+        ({"rope_scaling": ["yarn"]}, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": "8"}}, "factor '8'"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor 4.0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id '</s>'"),
     ],
 )
 def test_configs_that_are_refused_by_name(given, named):
@@ -221,6 +237,63 @@ def test_a_file_that_is_cut_short(tmp_path, keep):
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     assert "model.safetensors is cut short" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"a": "\xff"}', b"[" * 100_000, None])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, name, content):
+    tiny(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(content)
+    assert str(tmp_path / name) in refused(tmp_path)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
+def test_an_index_without_a_map_of_weights(tmp_path, index):
+    tiny(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "index.json has no weight_map" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data_offsets": [128, 0]}, "contradicts itself"),
+        ({"data_offsets": [0, 64]}, "contradicts itself"),
+        ({"data_offsets": [0.0, 128.0]}, "contradicts itself"),
+        ({"data_offsets": None}, "contradicts itself"),
+        ({"data_offsets": [0, 128]}, "the same bytes to two tensors"),
+        ({"data_offsets": [10**9, 10**9 + 128]}, "is cut short"),
+        ({"shape": [33]}, "contradicts itself"),
+        ({"shape": [-1, -32]}, "contradicts itself"),
+        ({"dtype": []}, "contradicts itself"),
+    ],
+)
+def test_a_header_whose_tensor_is_not_where_it_says(tmp_path, changes, named):
+    tiny(tmp_path)
+    file = tmp_path / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    assert header["model.norm.weight"]["data_offsets"][0] > 0
+    header["model.norm.weight"].update(changes)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    message = refused(tmp_path)
+    assert "model.safetensors" in message and named in message
+
+
+def test_a_path_is_a_name_and_nothing_else_is(tmp_path):
+    tiny(tmp_path)
+    assert open_checkpoint(tmp_path).config.name == str(tmp_path)
+    for name in (None, 7, b"smollm2", ["smollm2"]):
+        with pytest.raises(NeoLiteError, match="is no name: choose smollm2"):
+            open_checkpoint(name)
+    for name in ("~nosuchuser/model", "a" * 5000, "nul\0"):
+        assert "is unknown" in refused(name)
 
 
 def test_names_that_mean_nothing(tmp_path):

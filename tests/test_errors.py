@@ -116,6 +116,20 @@ def test_the_command_line_refuses_in_one_line(arguments, named, capsys, monkeypa
     assert len(lines) == 1 and named in lines[0], captured.err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--cpu-kv-gib", "nan"), ("--cpu-kv-gib", "-1"), ("--cpu-kv-gib", "inf"), ("--seed", "-1"),
+        ("--trace", "/nonexistent/trace.json"), ("--trace", "/"), ("--requests", "0"), ("--workload", "synthetic:²,1"),
+    ],
+)  # fmt: skip
+def test_bench_refuses_in_one_line_before_it_loads_anything(arguments, capsys, monkeypatch):
+    monkeypatch.setattr("neo_lite.bench.load_model", lambda *_: pytest.fail("loaded"))
+    assert main(["bench", "--model", "random:tiny", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and arguments[1] in err
+
+
 @pytest.mark.parametrize("arguments", [[], ["--max-tokens", "1"], ["--mode", "simple"], ["--temperature", "inf"]])
 def test_json_is_strict(arguments, capsys):
     def refuse(constant):

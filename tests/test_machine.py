@@ -99,9 +99,10 @@ def test_the_override_replaces_what_the_kernel_says(fake, monkeypatch):
     fake({**MEMINFO, **V2, "proc/self/status": f"Name: x\nVmRSS:\t {2 << 20} kB\n"})
     monkeypatch.setenv("NEO_LITE_HOST_MEMORY_GIB", "12.5")
     assert machine.available_memory_bytes() == 10.5 * GIB
-    monkeypatch.setenv("NEO_LITE_HOST_MEMORY_GIB", "lots")
-    with pytest.raises(NeoLiteError, match="NEO_LITE_HOST_MEMORY_GIB is 'lots'"):
-        machine.available_memory_bytes()
+    for text in ("lots", "nan", "inf", "1e999", "-1", "0"):
+        monkeypatch.setenv("NEO_LITE_HOST_MEMORY_GIB", text)
+        with pytest.raises(NeoLiteError, match=f"NEO_LITE_HOST_MEMORY_GIB is '{text}': give a number of GiB"):
+            machine.available_memory_bytes()
 
 
 def test_macos_has_three_quarters_of_its_memory(fake, monkeypatch):
@@ -117,6 +118,11 @@ def test_check_memory_names_asked_available_and_what_fits():
         machine.check_memory(3 * GIB, "the pool", 2 * GIB, unit=("tokens", 1 << 20))
     with pytest.raises(NeoLiteError, match="needs"):
         machine.check_memory(1 << 60, "the pool")
+    small = r"^the pool needs 1\.50 MiB, of 4\.00 KiB available: at most 4\.00 KiB would fit$"
+    with pytest.raises(NeoLiteError, match=small):
+        machine.check_memory(3 << 19, "the pool", 4096)
+    with pytest.raises(NeoLiteError, match="needs 7 bytes, of 0 bytes available"):
+        machine.check_memory(7, "the pool", 0)
 
 
 def test_cpu_names(fake, monkeypatch):
@@ -134,6 +140,11 @@ def test_the_cache_folder(monkeypatch, tmp_path):
     assert machine.cache_folder() == tmp_path
     monkeypatch.setenv("NEO_LITE_CACHE", "")
     assert machine.cache_folder() == machine.Path.home() / ".cache" / "neo_lite"
+    monkeypatch.setattr(machine.os.path, "expanduser", lambda path: str(path))  # of a user without a home
+    for name in ("", "~nosuchuser/cache"):
+        monkeypatch.setenv("NEO_LITE_CACHE", name)
+        with pytest.raises(NeoLiteError, match="set NEO_LITE_CACHE to a folder"):
+            machine.cache_folder()
 
 
 def test_the_compiler_is_cxx_or_the_first_that_answers(tmp_path, monkeypatch):
