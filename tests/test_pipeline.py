@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from neo_lite import checkpoint
@@ -174,7 +175,15 @@ def test_without_the_unpermutation_the_tokens_are_wrong(expected, prompts, monke
 
 # ---- Every kind of Llama, tiny and random ----
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32
+}  # fmt: skip
+# transformers 5 wants theta among the rope's parameters; 4 ignores those and reads two fields
+ROPE = (
+    {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
+    if int(transformers.__version__.split(".")[0]) >= 5
+    else {"rope_scaling": LLAMA3, "rope_theta": 5e5}
+)
 SHAPES = {
     "1:1, head_dim 64": dict(num_attention_heads=2, num_key_value_heads=2, head_dim=64),
     "3:1, head_dim 80": dict(num_attention_heads=3, num_key_value_heads=1, head_dim=80),
@@ -184,7 +193,7 @@ SHAPES = {
     "tied": dict(tie_word_embeddings=True),
     "biases": dict(attention_bias=True, mlp_bias=True),
     "head_dim not hidden / heads": dict(num_attention_heads=3, num_key_value_heads=3, head_dim=16),
-    "llama3 rope": dict(rope_parameters={**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 5e5}),
+    "llama3 rope": ROPE,
 }
 
 
