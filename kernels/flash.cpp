@@ -11,13 +11,18 @@
 #include "visit.h"
 
 // ---- One span of one sequence, all heads ----
-static void attend(const AttentionArgs& a, const Span& span, const float* q, Softmax* soft, float* w, Partial* out) {
+static void attend(const AttentionArgs& a, const Span& span, const Query* q, const float* unit, Softmax* soft, float* w, Partial* out) {
   const int visits = (span.tokens + VISIT - 1) / VISIT;
   for (int i = 0; i < a.kv_heads * CHUNKS; i++) {
     std::fill(std::begin(soft[i].m), std::end(soft[i].m), -1e30f);  // not infinity: that, less itself, is no number
     std::fill(std::begin(soft[i].l), std::end(soft[i].l), 0.f);
     soft[i].w = w + (size_t)i * visits * ROOM;
   }
+  for (int h = 0; INT8 && h < a.kv_heads; h++)
+    for_chunks([&](auto n, int c) {
+      constexpr int R = Heads<n>::A * Heads<n>::Q, last = n - 1;  // lanes of a head; more lanes than heads need: the last's
+      for (int l = 0; l < Heads<n>::LANES; l++) soft[h * CHUNKS + c].unit[l] = unit[h * G + c * MOST + std::min(l / R, last)];
+    });
   for (int i = 0; i < visits; i++)
     for (int h = 0; h < a.kv_heads; h++) {
       Streams k(a, a.k_cache, a.v_cache, span, i * VISIT, h);
@@ -81,16 +86,17 @@ static void attention(const AttentionArgs& a) {
 #pragma omp parallel num_threads(a.num_threads)
   {
     static thread_local std::vector<Softmax> scratch;  // of this thread, on cache lines
-    const size_t floats = (size_t)a.q_heads * D + (size_t)chunks * visits * ROOM;
+    const size_t floats = (size_t)a.q_heads * (D + 1) + (size_t)chunks * visits * ROOM;
     scratch.resize(std::max(scratch.size(), chunks + floats * sizeof(float) / sizeof(Softmax) + 1));
-    float *const q = (float*)(scratch.data() + chunks), *const w = q + a.q_heads * D;
+    float *const w = (float*)(scratch.data() + chunks), *const unit = w + (size_t)chunks * visits * ROOM;
+    Query* const q = (Query*)(unit + a.q_heads);
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < count; i++) {
       const Span& span = work[i];
       if (span.start + span.tokens == a.seq_lens[span.seq]) append(a, span.seq);  // no other span reads that row
-      for (int j = 0; j < a.q_heads * D; j += W)  // powers of two are cheaper than powers of e
-        store(q + j, load((const T*)a.q + (size_t)span.seq * a.q_heads * D + j) * (a.scale * 1.44269504f));
-      attend(a, span, q, scratch.data(), w, parts + (size_t)i * a.q_heads);
+      for (int h = 0; h < a.q_heads; h++)  // powers of two are cheaper than powers of e
+        unit[h] = set_query((const T*)a.q + ((size_t)span.seq * a.q_heads + h) * D, a.scale * 1.44269504f, q + h * D);
+      attend(a, span, q, unit, scratch.data(), w, parts + (size_t)i * a.q_heads);
     }
 #pragma omp for
     for (int j = 0; j < a.batch * a.q_heads; j++) {

@@ -129,8 +129,39 @@ static inline vf load(const int8_t* p) {
   for (int i = 0; i < W; i++) v[i] = p[i];
   return v;
 }
+// int8 beside int16: the products of 2 W numbers, those of neighbours added up, in W sums of 32 bits.
+typedef int16_t vi16 __attribute__((vector_size(2 * W * sizeof(int16_t))));
+static inline vi16 load(const int16_t* p) { vi16 v; memcpy(&v, p, sizeof v); return v; }
+static inline vi16 widen(const int8_t* p) {
+#if defined(__AVX512F__)
+  if (W == 16) return bit_cast<vi16>(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)));
+#endif
+#if defined(__AVX2__)
+  if (W == 8) return bit_cast<vi16>(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__aarch64__)
+  return bit_cast<vi16>(vmovl_s8(vld1_s8(p)));
+#endif
+  vi16 v;
+  for (int i = 0; i < 2 * W; i++) v[i] = p[i];
+  return v;
+}
+static inline vi add_products(vi sum, vi16 a, vi16 b) {
+#if defined(__AVX512VNNI__)
+  if (W == 16) return bit_cast<vi>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(__AVX512F__)
+  if (W == 16) return sum + bit_cast<vi>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#endif
+#if defined(__AVX2__)
+  if (W == 8) return sum + bit_cast<vi>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#elif defined(__aarch64__)
+  const int16x8_t x = bit_cast<int16x8_t>(a), y = bit_cast<int16x8_t>(b);
+  return bit_cast<vi>(vmlal_high_s16(vmlal_s16(bit_cast<int32x4_t>(sum), vget_low_s16(x), vget_low_s16(y)), x, y));
+#endif
+  for (int i = 0; i < W; i++) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  return sum;
+}
 static inline vf splat(float x) { return x - vf{}; }
-static inline vf held(vf v) {  // in a register from here on: the compiler must not load it again for every use
+template <class V> static inline V held(V v) {  // in a register from here on: the compiler must not load it again for every use
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
 #elif defined(__AVX2__)

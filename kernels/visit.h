@@ -84,7 +84,8 @@ static inline void prefetch(const KV* p) {
 // Softmax needs the greatest score, which comes last. So weights are 2^(score - m) with m the greatest of the first few;
 // only a score above m + 64 makes it rise (2^64 is far from overflow), and what was added up until then shrink.
 struct alignas(64) Softmax {
-  float m[std::max(First::LANES, Last::LANES)], l[std::max(First::LANES, Last::LANES)], *w;  // m, l: of each lane
+  float m[std::max(First::LANES, Last::LANES)], l[std::max(First::LANES, Last::LANES)];  // of each lane
+  float unit[INT8 ? std::max(First::LANES, Last::LANES) : 1], *w;  // int8: what a lane's products are multiplied with
 
   template <int N> [[gnu::noinline, gnu::cold]] void raise(const float* scores, const float* end) {
     constexpr int R = Heads<N>::A * Heads<N>::Q;  // lanes of a head
@@ -101,28 +102,54 @@ struct alignas(64) Softmax {
   }
 };
 
-template <int N> static inline void dot_rows(const float* q, const KV* const* k, const KV* const* next, int offset, vf* dots) {
-  constexpr int A = Heads<N>::A, E = 2 * N * A <= SUMS && STEP / W % 2 == 0 ? 2 : 1;  // E: sums apart, for the FMA's latency
-  vf sum[E][N * A] = {};
+// int8 rows are multiplied as integers with queries of 16 bits, twice as many at a time, where whole vectors allow it: GQA
+// reads 0.67 of the streaming read instead of 0.61. Rounding q moves a score 200 times less than int8 itself does.
+constexpr bool INTEGERS = INT8 && STEP % (2 * W) == 0;
+constexpr int WIDE = INTEGERS ? 2 * W : W;
+using Query = std::conditional_t<INTEGERS, int16_t, float>;
+using Sum = std::conditional_t<INTEGERS, vi, vf>;
+template <class E> static inline auto numbers(const E* p) {
+  if constexpr (INTEGERS) return widen(p);
+  else return load(p);
+}
+static inline void add(vf& sum, vf x, vf y) { sum += x * y; }
+static inline void add(vi& sum, vi16 x, vi16 y) { sum = add_products(sum, x, y); }
+static inline vf to_floats(vf v) { return v; }
+static inline vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
+// Queries of one head, times `scale`; returns what a product must be multiplied with.
+static inline float set_query(const T* q, float scale, float* out) {
+  for (int d = 0; d < D; d += W) store(out + d, load(q + d) * scale);
+  return 1;
+}
+static inline float set_query(const T* q, float scale, int16_t* out) {
+  float most = 1e-30f;
+  for (int d = 0; d < D; d++) most = std::max(most, std::fabs(to_float(q[d])));
+  for (int d = 0; d < D; d++) out[d] = std::lrint(to_float(q[d]) * (32767 / most));
+  return most / 32767 * scale;
+}
+
+template <int N> static inline void dot_rows(const Query* q, const KV* const* k, const KV* const* next, int offset, vf* dots) {
+  constexpr int A = Heads<N>::A, E = 2 * N * A <= SUMS && STEP / WIDE % 2 == 0 ? 2 : 1;  // E: sums apart, for the FMA's latency
+  Sum sum[E][N * A] = {};
 #pragma GCC unroll 1
   for (int d0 = 0; d0 < D; d0 += STEP) {
 #pragma GCC unroll 16
     for (int r = 0; r < A; r++) prefetch(next[r] + offset + d0);
 #pragma GCC unroll 16
-    for (int d = 0; d < STEP; d += W) {
-      vf y[N];
+    for (int d = 0; d < STEP; d += WIDE) {
+      decltype(load(q)) y[N];
 #pragma GCC unroll 16
       for (int g = 0; g < N; g++) y[g] = held(load(q + g * D + d0 + d));
 #pragma GCC unroll 16
       for (int r = 0; r < A; r++) {
-        const vf x = held(load(k[r] + offset + d0 + d));
+        const auto x = held(numbers(k[r] + offset + d0 + d));
 #pragma GCC unroll 16
-        for (int g = 0; g < N; g++) sum[d / W % E][g * A + r] += x * y[g];
+        for (int g = 0; g < N; g++) add(sum[d / WIDE % E][g * A + r], x, y[g]);
       }
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < N * A; i++) dots[i] = E == 2 ? sum[0][i] + sum[E - 1][i] : sum[0][i];
+  for (int i = 0; i < N * A; i++) dots[i] = to_floats(E == 2 ? sum[0][i] + sum[E - 1][i] : sum[0][i]);
 }
 
 template <int N, size_t... I> static inline vf in_lanes(const float* scale, std::index_sequence<I...>) {  // of Q steps
@@ -131,7 +158,7 @@ template <int N, size_t... I> static inline vf in_lanes(const float* scale, std:
 template <int N> static inline void weigh(vf* x, const Streams& k, int i, Softmax& soft, float* w) {
   constexpr int A = Heads<N>::A, LANES = Heads<N>::LANES;
   float scores[LANES];
-  if (INT8) for (int v = 0; v < LANES / W; v++) x[v] *= in_lanes<N>(k.k_scale + i, Lanes());
+  if (INT8) for (int v = 0; v < LANES / W; v++) x[v] *= in_lanes<N>(k.k_scale + i, Lanes()) * load(soft.unit + v * W);
   if (__builtin_expect(k.valid < VISIT, 0)) {  // slots that no token has may hold anything, NaN too
     memcpy(scores, x, sizeof scores);
     for (int l = 0; l < LANES; l++) {
@@ -152,7 +179,7 @@ template <int N> static inline void weigh(vf* x, const Streams& k, int i, Softma
     store(w + v * W, INT8 ? e * in_lanes<N>(k.v_scale + i, Lanes()) : e);  // V's scale belongs to the weight
   }
 }
-template <int N> static inline void scores(const float* q, const Streams& k, Softmax& soft, float* w) {
+template <int N> static inline void scores(const Query* q, const Streams& k, Softmax& soft, float* w) {
   constexpr int A = Heads<N>::A, Q = Heads<N>::Q, SCORES = Heads<N>::SCORES, LANES = Heads<N>::LANES;
 #pragma GCC unroll 1
   for (int i = 0; i < VISIT; i += Q * A, w += LANES) {

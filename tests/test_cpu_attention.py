@@ -171,10 +171,9 @@ def quantized(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.nan_to_num(99).to(torch.int8), scale
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("rung", RUNGS)
-def test_int8_equals_float64_of_what_is_stored(rung: str, group: int) -> None:
-    spec = KernelSpec(64, group, 16, "float16", "int8", rung)
+@pytest.mark.parametrize("rung,head_dim,group", [*((rung, 64, 4) for rung in RUNGS), ("flash", 128, 1), ("flash", 80, 3)])
+def test_int8_equals_float64_of_what_is_stored(rung: str, head_dim: int, group: int) -> None:
+    spec = KernelSpec(head_dim, group, 16, "float16", "int8", rung)
     q, k, v, table, lens = case(spec, [1, 15, 0, 64, 65, 700])
     (k8, k_scale), (v8, v_scale) = quantized(k), quantized(v)
     stored = [c.double() * s.double().unsqueeze(-1) for c, s in ((k8, k_scale), (v8, v_scale))]

@@ -82,5 +82,6 @@ int main() {
         if (e > worst[large] || e != e) worst[large] = e;
       }
   printf("%s head_dim %d group %d block %d: error %.1e, with large scores %.1e\n", ISA, D, G, BS, worst[0], worst[1]);
-  return !(worst[0] < (sizeof(T) == 4 ? 1e-5 : 2e-4) && worst[1] < 2e-3);
+  // Beside int8, flash rounds q to 16 bits: 1 / 65,534 of its greatest number, which large scores make visible.
+  return !(worst[0] < (INT8 ? 1e-4 : sizeof(T) == 4 ? 1e-5 : 2e-4) && worst[1] < (INT8 ? 3e-2 : 2e-3));
 }
