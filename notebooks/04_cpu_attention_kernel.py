@@ -603,6 +603,7 @@ def logits_of(tokens: list[int], stored) -> torch.Tensor:
 # The model, and a text, a story that the package brings along:
 
 # %%
+torch.set_num_threads(1)  # enough for a small model that writes one token at a time
 model = load_model("smollm2", device="cpu", dtype="float32")
 tokens = model.tokenizer.encode(quality.TEXT)
 
@@ -621,7 +622,7 @@ print(f"the same first choice after {same:.1%} of them")
 # C++ kernel stores and reads it. `quality.perplexity` feeds it the text token by token. Is its perplexity ours?
 
 # %%
-pools = dict(mode="simple", gpu_kv_tokens=512, cpu_kv_tokens=1024, cpu_threads=1)  # one is enough for a small model
+pools = dict(mode="simple", gpu_kv_tokens=512, cpu_kv_tokens=1024, cpu_threads=1)
 theirs = quality.perplexity(model, tokens, **pools, cpu_kv_dtype="int8")
 print(f"engine with an int8 pool: {theirs:.3f}")
 assert abs(theirs / ours["int8"] - 1) < 0.01
@@ -735,6 +736,7 @@ for name, (gbps, share, _) in race(cases, rounds=3).items():
 # %%
 DATA = next(p for p in (Path("data"), Path("../data"), Path("neo-lite/data")) if p.is_dir())
 runs = [json.loads(path.read_text()) for path in sorted((DATA / "recorded").glob("*kernel_bench*.json"))]
+runs.sort(key=lambda run: (run["threads"], run["shape"], run["dtype"]))
 for run in runs:
     flash = [row for row in run["kernels"] if row["name"] == "flash"]
     shares = ", ".join(f"{row['case']}: {row['gbps']:.0f} GB/s ({row['fraction']:.0%})" for row in flash)
@@ -773,7 +775,9 @@ if shown:
     fig, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown) + 1, 3.2), sharey=True, squeeze=False)
     for ax, run in zip(axes[0], shown):
         draw_run(ax, run)
-    axes[0, 0].legend(fontsize=7, title="sequences x tokens", title_fontsize=7, loc="center right")
+    axes[0, 0].legend(
+        fontsize=7, title="sequences x tokens", title_fontsize=7, loc="center right", bbox_to_anchor=(0.93, 0.47)
+    )
     fig.tight_layout(rect=BELOW)
     plots.save_figure(fig, "04_recorded", "recorded", "; ".join(dict.fromkeys(run["stamp"]["cpu"] for run in shown)))
     plt.show()
