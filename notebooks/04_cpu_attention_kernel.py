@@ -218,10 +218,10 @@ def function(name: str, start: str) -> str:
 
 
 def changes(before: str, after: str) -> str:
-    """The lines that only one of two kernels has."""
+    """The lines that only one of two kernels has, without those that are all comment."""
     texts = [(KERNELS_DIR / name).read_text().splitlines() for name in (before, after)]
     lines = difflib.unified_diff(*texts, n=0, lineterm="")
-    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@", "-//", "+//")))
 
 
 # %% [markdown]
