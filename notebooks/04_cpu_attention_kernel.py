@@ -25,7 +25,7 @@
 # 5. halve the bytes with int8, and look at what a real model says to that;
 # 6. write a kernel here, in the notebook, and have it compiled and measured in seconds.
 #
-# **Takes** 35 minutes to read and about a minute to run on 2 cores. **Memory** 1.7 GB. **Needs** a C++ compiler (g++
+# **Takes** 35 minutes to read and about a minute to run on 2 cores. **Memory** 1.6 GB. **Needs** a C++ compiler (g++
 # or clang++; Colab has one). A GPU plays no part: everything here is the CPU's own work.
 
 # %%
@@ -571,8 +571,8 @@ for group, name in ((1, "MHA"), (4, "GQA")):
     print(f"{name}: int8 reads {gbps:.1f} GB/s ({share:.0%} of the roofline), {gain:.2f} x the tokens/s of fp16")
 
 # %% [markdown]
-# Half the bytes are not quite half the time: each number must still be widened and multiplied, and now there are twice
-# as many of them in each byte read. Where arithmetic was close behind, it comes to the front.
+# Half the bytes are not quite half the time: every number has still to be multiplied, and now twice as many arrive in the
+# same time. Where arithmetic was close behind, as with GQA, it comes to the front.
 #
 # ### What does the model say?
 #
