@@ -36,6 +36,8 @@ export JUPYTER_RUNTIME_DIR ?= $(CACHE)/jupyter/runtime
 export TRITON_CACHE_DIR ?= $(CACHE)/triton
 export TORCHINDUCTOR_CACHE_DIR ?= $(CACHE)/inductor
 export TORCH_EXTENSIONS_DIR ?= $(CACHE)/torch_extensions
+# pip asks rustc for its version, and rustup's stand-in for rustc makes a folder in the home of whoever asks.
+export RUSTUP_HOME ?= $(CACHE)/rustup
 export HYPOTHESIS_STORAGE_DIRECTORY ?= $(CACHE)/hypothesis
 
 help:

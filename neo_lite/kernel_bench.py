@@ -63,14 +63,18 @@ class Pool:
         self.layers = max(2, -(-max(4 * last_level_cache_bytes(), 2 * SEGMENT_BYTES) // layer_bytes))
         machine.check_memory(2 * self.layers * layer_bytes, "the benchmark's KV caches, twice")
         self.kv = host_tensor((self.layers, *shape), DTYPES[self.dtype])
-        self.scales = host_tensor((self.layers, *shape[:-1]), torch.float16).fill_(0.01) if self.dtype == "int8" else None
+        self.scales = (
+            host_tensor((self.layers, *shape[:-1]), torch.float16).fill_(0.01) if self.dtype == "int8" else None
+        )
         flat, rng = self.kv.view(-1), torch.Generator().manual_seed(0)
         for part in flat.split(1 << 24):
             part.copy_(torch.randn(part.numel(), generator=rng) * (40 if self.dtype == "int8" else 1))
         self.table = torch.randperm(shape[1], generator=rng).reshape(self.batch, width).int()
         self.lens = torch.full((self.batch,), self.tokens, dtype=torch.int32)
         self.q_dtype = "float16" if self.dtype == "int8" else self.dtype
-        self.q = torch.randn(self.batch, self.model.num_heads, self.model.head_dim, generator=rng).to(DTYPES[self.q_dtype])
+        self.q = torch.randn(self.batch, self.model.num_heads, self.model.head_dim, generator=rng).to(
+            DTYPES[self.q_dtype]
+        )
         row_bytes = self.model.head_dim * DTYPES[self.dtype].itemsize + (2 if self.dtype == "int8" else 0)
         self.call_bytes = 2 * self.batch * self.tokens * self.model.num_kv_heads * row_bytes  # of KV, read by one call
 
@@ -132,7 +136,9 @@ def probe_call(pool: Pool, threads: int) -> Callable[[tuple[int, int, int]], flo
     cache holds no more of it for the one than for the others."""
     library = ctypes.CDLL(str(build_library(KERNELS_DIR / "read_bandwidth.cpp") / "library.so"))
     read, total = library.read_bandwidth, ctypes.c_uint64()
-    segments = itertools.cycle(range(pool.kv.data_ptr(), pool.kv.data_ptr() + pool.kv.nbytes - SEGMENT_BYTES + 1, SEGMENT_BYTES))
+    segments = itertools.cycle(
+        range(pool.kv.data_ptr(), pool.kv.data_ptr() + pool.kv.nbytes - SEGMENT_BYTES + 1, SEGMENT_BYTES)
+    )
     read.restype = ctypes.c_double
     read.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_size_t, ctypes.c_void_p]
 
@@ -169,7 +175,9 @@ def measure(pool: Pool, calls: dict[str, Call], threads: int, rounds: int) -> It
             before = after
 
 
-def bench_case(model: ModelConfig, dtype: str, batch: int, tokens: int, threads: int, rounds: int) -> list[dict[str, Any]]:
+def bench_case(
+    model: ModelConfig, dtype: str, batch: int, tokens: int, threads: int, rounds: int
+) -> list[dict[str, Any]]:
     pool = Pool(model, batch, tokens, dtype)
     out, exact = torch.empty_like(pool.q), pool.exact()
     calls = {rung: kernel_call(pool, rung, threads, out) for rung in reversed(RUNGS)}

@@ -25,7 +25,7 @@
 # 4. one request on its way through every part of this package;
 # 5. where the rest of the course goes.
 #
-# **Takes** about 15 minutes to read and half a minute to run on 2 cores. **Memory** 1.5 GB. **Needs** no GPU, no
+# **Takes** about 15 minutes to read and half a minute to run on 2 cores. **Memory** 1.6 GB. **Needs** no GPU, no
 # account and no network once installed. Without a GPU, the "GPU" of this notebook is your CPU standing in: the paths
 # through the code are the real ones, the hardware behind one of them is not. It is said again wherever it matters.
 

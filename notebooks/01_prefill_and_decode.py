@@ -24,7 +24,7 @@
 # 3. measure both phases, and place each operation on a roofline;
 # 4. see why engines batch iteration by iteration, and what a reader feels of it (TTFT and TPOT).
 #
-# **Takes** 25 minutes to read and about a minute to run on 2 cores. **Memory** 1.5 GB. **Needs** nothing beyond the
+# **Takes** 25 minutes to read and about a minute to run on 2 cores. **Memory** 2 GB. **Needs** nothing beyond the
 # package. On a machine without a GPU all times are the CPU's. The shapes of the curves are what to look at; a GPU moves
 # them by two orders of magnitude and keeps the shapes.
 

@@ -25,7 +25,7 @@
 # 5. halve the bytes with int8, and look at what a real model says to that;
 # 6. write a kernel here, in the notebook, and have it compiled and measured in seconds.
 #
-# **Takes** 35 minutes to read and about a minute to run on 2 cores. **Memory** 1.6 GB. **Needs** a C++ compiler (g++
+# **Takes** 35 minutes to read and about a minute to run on 2 cores. **Memory** 1.8 GB. **Needs** a C++ compiler (g++
 # or clang++; Colab has one). A GPU plays no part: everything here is the CPU's own work.
 
 # %%

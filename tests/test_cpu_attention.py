@@ -171,7 +171,9 @@ def quantized(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.nan_to_num(99).to(torch.int8), scale
 
 
-@pytest.mark.parametrize("rung,head_dim,group", [*((rung, 64, 4) for rung in RUNGS), ("flash", 128, 1), ("flash", 80, 3)])
+@pytest.mark.parametrize(
+    "rung,head_dim,group", [*((rung, 64, 4) for rung in RUNGS), ("flash", 128, 1), ("flash", 80, 3)]
+)
 def test_int8_equals_float64_of_what_is_stored(rung: str, head_dim: int, group: int) -> None:
     spec = KernelSpec(head_dim, group, 16, "float16", "int8", rung)
     q, k, v, table, lens = case(spec, [1, 15, 0, 64, 65, 700])
@@ -239,7 +241,9 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_compile_leaves_the_next_run_working(source: Path, slow_compiler: str, tmp_path: Path, how: int) -> None:
+def test_a_killed_compile_leaves_the_next_run_working(
+    source: Path, slow_compiler: str, tmp_path: Path, how: int
+) -> None:
     killed = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler)
     wait_for(tmp_path / "begun")
     os.killpg(killed.pid, how)
