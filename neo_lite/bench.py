@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     bytes_per_token = model.config.kv_bytes_per_token(str(model.dtype)[6:])
     config = EngineConfig(
         mode=args.mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=int(args.cpu_kv_gib * 2**30 / bytes_per_token),
-        max_batched_tokens=args.max_batched_tokens, cpu_threads=args.cpu_threads, max_seqs=512, seed=args.seed,
+        max_batched_tokens=args.max_batched_tokens, cpu_threads=args.cpu_threads, max_seqs=512,
     )  # fmt: skip
     timeline = Timeline(enabled=False)
     engine = build_engine(model, config, timeline)

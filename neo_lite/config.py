@@ -112,7 +112,6 @@ class EngineConfig:
     max_batched_tokens: int = 2048  # tokens in one iteration's linear stage (bounds the activations)
     max_seqs: int = 256  # requests in one iteration
     cpu_threads: int = 0  # of the CPU kernel; 0: all usable cores
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -1,6 +1,6 @@
 """What an int8 CPU pool costs in quality: perplexity on a fixed text, and how long greedy text stays the same.
 
-Called by `kernel-bench` and notebook 04, so that no speed of int8 is printed without its error.
+Called by notebook 04, so that no speed of int8 is shown without its error.
 """
 
 from __future__ import annotations
