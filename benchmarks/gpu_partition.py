@@ -140,7 +140,7 @@ def swap_each_step(engine: Any, model: Llama) -> dict[str, float]:
         [[*m.target_blocks, *[0] * (width - len(m.target_blocks))] for m in moves], dtype=torch.int32, device="cuda"
     )
     lens = [r.num_tokens for r in running]
-    view = attention.View((1,) * len(lens), torch.tensor(lens, dtype=torch.int32, device="cuda"), table, max(lens))
+    view = attention.View((1,) * len(lens), torch.tensor(lens, dtype=torch.int32, device="cuda"), table, tuple(lens))
     q = torch.randn(len(lens), model.config.num_heads, model.config.head_dim, dtype=model.dtype, device="cuda")
     pool = cache.pools["gpu"]
 

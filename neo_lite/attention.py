@@ -34,7 +34,11 @@ class View:
     query_lens: tuple[int, ...]  # new tokens of each sequence
     seq_lens: Tensor  # int32 [sequences]: tokens it attends to, the new ones included
     block_table: Tensor  # int32 [sequences, width]: unused entries are 0 and never read
-    max_seq_len: int = 0  # bounds seq_lens, known on the host: sizes a grid without asking the GPU
+    lens: tuple[int, ...] = ()  # seq_lens as the host knows them: asking the GPU would wait for it, in every layer
+
+    def __post_init__(self) -> None:
+        if len(self.lens) != len(self.query_lens):
+            object.__setattr__(self, "lens", tuple(self.seq_lens.tolist()))
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
@@ -42,7 +46,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
     out, row = torch.empty_like(q), 0
     group = q.shape[1] // k_cache.shape[1]
     for i, count in enumerate(view.query_lens):
-        seq_len = int(view.seq_lens[i])
+        seq_len = view.lens[i]
         keys, values = (c.double().repeat_interleave(group, dim=1) for c in gather(k_cache, v_cache, view, i))
         for position in range(seq_len - count, seq_len):
             scores = torch.einsum("hd,thd->ht", q[row].double(), keys[: position + 1]) * q.shape[2] ** -0.5
@@ -54,8 +58,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
 def prefill(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
     """Causal attention of each prompt, or of a later chunk of one, through torch's SDPA (its flash kernel on a GPU)."""
     out, row = torch.empty_like(q), 0
-    seq_lens = view.seq_lens.tolist()
-    for i, (count, seq_len) in enumerate(zip(view.query_lens, seq_lens)):
+    for i, (count, seq_len) in enumerate(zip(view.query_lens, view.lens)):
         part = slice(row, row := row + count)
         keys, values = k[part], v[part]
         if count < seq_len:
@@ -82,7 +85,7 @@ def triton_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Ten
     """The same in place, on a GPU with Triton (compute capability 8.0 and up)."""
     from neo_lite.gpu_attention import paged_decode
 
-    return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens, view.max_seq_len)
+    return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens, max(view.lens))
 
 
 def gpu_decode_backend(device: torch.device) -> Backend:
@@ -113,7 +116,7 @@ def kernel_for(q: Tensor, k_cache: Tensor) -> Kernel:
 
 def gather(k_cache: Tensor, v_cache: Tensor, view: View, i: int) -> tuple[Tensor, Tensor]:
     """K and V of sequence i as [seq_len, kv_heads, head_dim]; the tail of its last block, never written, cut off."""
-    seq_len, block_size = int(view.seq_lens[i]), k_cache.shape[2]
+    seq_len, block_size = view.lens[i], k_cache.shape[2]
     blocks = view.block_table[i, : -(-seq_len // block_size)].long()
     k, v = (c[blocks].transpose(1, 2).flatten(0, 1)[:seq_len] for c in (k_cache, v_cache))
     return k, v

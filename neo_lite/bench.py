@@ -23,6 +23,7 @@ from neo_lite.request import Request, SamplingParams
 from neo_lite.timeline import Timeline
 from neo_lite.workload import Arrival, random_prompt, synthetic
 
+RECORDED = 24  # iterations at most
 WARM_UP = 4  # requests before the clock starts: kernels compile and libraries load
 
 
@@ -47,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
         "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP, "repeats": 1, "seconds": seconds,
         "requests_per_s_30_70": metrics.window_throughput(requests), **metrics.summary(requests),
         "iterations": dict(counts), "swaps": sum(r.num_swaps for r in requests),
-        "recomputes": sum(r.num_recomputes for r in requests), **busy(engine, arrivals, args),
+        "recomputes": sum(r.num_recomputes for r in requests), **busy(engine, arrivals, args, sum(counts.values()) // 2),
         "stamp": machine.stamp(args.num_sms or None),
     }  # fmt: skip
     print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
@@ -120,24 +121,29 @@ def kind_of(plan: Any) -> str:
     return size + (", with prefills" if any(b.prefills for b in plan.batches) else ", decodes only")
 
 
-def busy(engine: Engine, arrivals: list[Arrival], args: argparse.Namespace, iterations: int = 24) -> dict[str, Any]:
-    """Busy fractions of each lane over recorded iterations in the middle of the same load; writes the trace."""
+def busy(engine: Engine, arrivals: list[Arrival], args: argparse.Namespace, first: int) -> dict[str, Any]:
+    """The same load once more: busy fractions of each lane over iterations recorded from number `first` on; the trace."""
     timeline = engine.timeline
-    for i, a in enumerate(arrivals):
+    requests = [
         engine.add(
             random_prompt(a, engine.model.vocab_size, args.seed + i), SamplingParams(a.output_tokens, ignore_eos=True)
         )
-    for _ in range(max(40, len(arrivals))):
+        for i, a in enumerate(arrivals)
+    ]
+    for _ in range(first):
         engine.step()
-    timeline.enabled = True
-    for _ in range(iterations):
+    before, timeline.enabled = engine.iterations, True
+    while engine.iterations < before + RECORDED and not all(r.finished for r in requests):
         engine.step()
     timeline.enabled = False
     if args.trace:
         Path(args.trace).write_text(json.dumps(timeline.chrome_trace()))
     fractions = {lane: round(timeline.busy_fraction(lane), 4) for lane in timeline.lanes()}
-    overlap = timeline.overlap_s("gpu", "cpu") / (timeline.busy_s("cpu") or 1.0)
-    return {"busy_fractions": fractions, "cpu_hidden_behind_gpu": round(overlap, 4), "recorded_iterations": iterations}
+    on_cpu_s = timeline.busy_s("cpu")
+    hidden = round(timeline.overlap_s("gpu", "cpu") / on_cpu_s, 4) if on_cpu_s else None
+    return {
+        "busy_fractions": fractions, "cpu_hidden_behind_gpu": hidden, "recorded_iterations": engine.iterations - before
+    }  # fmt: skip
 
 
 def command_of(args: argparse.Namespace) -> str:

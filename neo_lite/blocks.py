@@ -1,7 +1,7 @@
 """Paged blocks of both pools: who holds which, and nothing else knows how many are free.
 
 A request's KV lives whole in one pool, in blocks of `block_size` tokens that need not be neighbours; `block_table[i]`
-is the block of tokens i * block_size and on. Called by the scheduler only.
+is the block of tokens i * block_size and on. The engine makes it, the scheduler alone calls it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import os
 import platform
 import shlex
@@ -193,6 +194,8 @@ def _build_environment() -> Iterator[None]:
 
 def _run_build(source: Path, folder: Path, cflags: Sequence[str], ldflags: Sequence[str]) -> Path:
     """One compilation in an empty folder; the library's path."""
+    # its warning that a CUDA toolkit has no GPU is no business of a CPU kernel
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils import cpp_extension
 
     name = f"neo_{source.stem}_{next(_attempts)}"

@@ -62,7 +62,7 @@ def window_throughput(requests: Sequence[Request], low: float = 0.3, high: float
 
 def summary(requests: Sequence[Request]) -> dict[str, float]:
     """Throughput and latency quantiles of finished requests, as the command line and the notebooks print them."""
-    done = [r for r in requests if r.output and r.finished_s is not None]
+    done = [r for r in requests if r.finish_reason in ("stop", "length")]
     if not done:
         return {"requests": 0}
     row = {

@@ -221,7 +221,7 @@ def view_of(works: tuple[Work, ...], device: torch.device) -> attention.View:
     seq_lens = [w.seq_len for w in works]
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     table = torch.tensor(tables, dtype=torch.int32, device=device).view(len(works), width)
-    return attention.View(tuple(w.length for w in works), lens, table, max(seq_lens, default=0))
+    return attention.View(tuple(w.length for w in works), lens, table, tuple(seq_lens))
 
 
 @dataclass(frozen=True)

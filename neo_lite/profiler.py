@@ -1,4 +1,4 @@
-"""Measures the stage times of a model on this machine, for the cost model. Called by `build_engine` and the benchmarks.
+"""Measures the stage times of a model on this machine, for the cost model. Called by `build_engine`.
 
 Each point runs a stage alone over several layers in turn, so that neither weights nor KV come from a cache, and takes
 the median of a few rounds. CPU attention is timed with its copies, as the chain that the pipeline enqueues.
@@ -28,6 +28,16 @@ SEQ_LEN = 1024  # of the decodes that are timed
 @torch.inference_mode()
 def measure(pipeline: Pipeline) -> Profile:
     """The profile of a pipeline's model, devices and thread count; overwrites the contents of both pools."""
+    timeline, recording = pipeline.timeline, pipeline.timeline.enabled
+    timeline.enabled = False  # what is timed here belongs to no request
+    try:
+        return _profile(pipeline)
+    finally:
+        pipeline.streams.finish()
+        timeline.enabled = recording
+
+
+def _profile(pipeline: Pipeline) -> Profile:
     model, limit = pipeline.model, pipeline.config.max_batched_tokens
     widths = [n for n in TOKENS if n < limit] + [limit]
     return Profile(
@@ -102,7 +112,7 @@ def _qkv(pipeline: Pipeline, tokens: int) -> tuple[torch.Tensor, torch.Tensor, t
 def _prefill(pipeline: Pipeline, tokens: int) -> Callable[[], float]:
     q, k, v = _qkv(pipeline, tokens)
     empty = torch.zeros(1, 0, dtype=torch.int32, device=q.device)
-    view = attention.View((tokens,), torch.tensor([tokens], dtype=torch.int32, device=q.device), empty, tokens)
+    view = attention.View((tokens,), torch.tensor([tokens], dtype=torch.int32, device=q.device), empty, (tokens,))
     return lambda: _timed(pipeline, lambda _: attention.prefill(q, k, v, q, q, view))
 
 

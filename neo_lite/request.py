@@ -98,7 +98,7 @@ class SubBatch:
     cpu_decodes: tuple[Work, ...] = ()
 
     def __iter__(self) -> Iterator[Work]:
-        """In the order of the rows of every tensor of this sub-batch."""
+        """Prefills, GPU decodes, CPU decodes."""
         yield from self.prefills
         yield from self.gpu_decodes
         yield from self.cpu_decodes

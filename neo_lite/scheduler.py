@@ -36,14 +36,19 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Refuses a request whose pool could never hold it."""
         if not self._fits_ever(request):
-            pool, tokens = self.blocks.total[self.home], request.max_total_tokens
+            home = max(self._homes(), key=lambda d: self.blocks.total[d])
+            pool, tokens = self.blocks.total[home], request.max_total_tokens
             raise NeoLiteError(
-                f"the request may grow to {tokens} tokens ({self.blocks.needed(tokens)} blocks) and the {self.home} pool"
-                f" has {pool} blocks: shorten the prompt, lower max_tokens, or raise {self.home}_kv_tokens"
+                f"the request may grow to {tokens} tokens ({self.blocks.needed(tokens)} blocks) and the {home} pool"
+                f" has {pool} blocks: shorten the prompt, lower max_tokens, or raise {home}_kv_tokens"
             )
 
     def _fits_ever(self, request: Request) -> bool:
-        return self.blocks.fits_ever(request, self.home)
+        return any(self.blocks.fits_ever(request, device) for device in self._homes())
+
+    def _homes(self) -> tuple[Device, ...]:
+        """The pools where a request may decode."""
+        return (self.home,)
 
     def remove(self, request: Request) -> None:
         """Takes a finished or cancelled request out of its queue and its blocks back."""
@@ -93,8 +98,10 @@ class Scheduler:
         works: list[Work] = []
         begun = deque(r for r in self.running if not _decoding(r))
         while budget > 0:
-            if not begun and admit and self.waiting and (device := self._place(self.waiting[0])):
-                begun.append(self._admit(self.waiting.popleft(), device, why))
+            if not begun and admit and self.waiting and len(self.running) < self.config.max_seqs:
+                whole = self.chunked_prefill or not works or self.waiting[0].num_tokens <= budget
+                if whole and (device := self._place(self.waiting[0])):
+                    begun.append(self._admit(self.waiting.popleft(), device, why))
             if not begun:
                 break
             request = begun.popleft()
@@ -116,7 +123,7 @@ class Scheduler:
         """Room for all its tokens, `slack` blocks, and a block for each that runs there, so that none leaves at once."""
         there = sum(r.device == device for r in self.running)
         needed = self.blocks.needed(request.num_tokens) + there + slack
-        return len(self.running) < self.config.max_seqs and needed <= self.blocks.free(device)
+        return needed <= self.blocks.free(device)
 
     # ---- What a policy decides ----
 
@@ -136,7 +143,7 @@ class Scheduler:
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Brings back who was parked, oldest first."""
-        while self.parked and self._room(self.parked[0], self.home):
+        while self.parked and len(self.running) < self.config.max_seqs and self._room(self.parked[0], self.home):
             request = self.parked.popleft()
             moves.append(self.blocks.move(request, self.home))
             self.blocks.grow(request, request.num_tokens)
@@ -173,8 +180,9 @@ class Asymmetric(Scheduler):
     """NEO's pipeline (figure 5), filled by a fixed rule: the GPU until it is full, then the CPU.
 
     Batch-0 has the prefills, the GPU decodes and a few CPU decodes, batch-1 the rest of the CPU decodes: as many as
-    `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` allow, by measured stage times of one layer; who does not fit waits for the
-    next iteration, `PATIENCE` of them at most. With nothing on the GPU the CPU decodes run as in `Symmetric`.
+    `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` (`Tga0` with the prefills' attention) allow, by measured stage times of one
+    layer; who does not fit waits for the next iteration, `PATIENCE` of them at most, and then runs even against the
+    inequality. With nothing on the GPU the CPU decodes run as in `Symmetric`.
     """
 
     chunked_prefill = False
@@ -187,11 +195,11 @@ class Asymmetric(Scheduler):
         self.costs = costs
         self.skipped: dict[int, int] = {}  # request -> iterations without a place
 
-    def _fits_ever(self, request: Request) -> bool:
-        return any(self.blocks.fits_ever(request, device) for device in OTHER)
+    def _homes(self) -> tuple[Device, ...]:
+        return ("gpu", "cpu")
 
     def _place(self, request: Request) -> Device | None:
-        fitting = (d for d in OTHER if self.blocks.fits_ever(request, d) and self._room(request, d))
+        fitting = (d for d in self._homes() if self.blocks.fits_ever(request, d) and self._room(request, d))
         return next(fitting, None)
 
     def _make_way(self, victim: Request, moves: list[Move]) -> str:
@@ -207,8 +215,8 @@ class Asymmetric(Scheduler):
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Swaps in the oldest CPU-request while nobody waits and a tenth of the GPU pool stays free (hysteresis)."""
         slack = self.blocks.total["gpu"] // 10
-        for request in [r for r in self.running if r.device == "cpu"]:
-            if self.waiting or not self.blocks.fits_ever(request, "gpu") or not self._room(request, "gpu", slack):
+        for request in [r for r in self.running if r.device == "cpu" and self.blocks.fits_ever(r, "gpu")]:
+            if self.waiting or not self._room(request, "gpu", slack):
                 return
             moves.append(self.blocks.move(request, "gpu"))
             self.blocks.grow(request, request.num_tokens)
@@ -218,6 +226,7 @@ class Asymmetric(Scheduler):
         on_gpu = tuple(w for w in decodes if w.request.device == "gpu")
         on_cpu = sorted((w for w in decodes if w.request.device == "cpu"), key=self._patience)
         if not prefills and not on_gpu:
+            self.skipped = {}
             return tuple(SubBatch(cpu_decodes=half) for half in halves(on_cpu))
         costs, first = self.costs, SubBatch(tuple(prefills), on_gpu)
         gpu_attn_s = costs.t_prefill_attn([w.length for w in prefills]) + costs.t_gpu_attn(kv_tokens(on_gpu))
@@ -242,8 +251,10 @@ class Asymmetric(Scheduler):
         """Those whose CPU attention together stays within `limit_s`, and the rest."""
         taken: list[Work] = []
         rest: list[Work] = []
+        tokens = 0
         for work in works:
-            fits = self.costs.t_cpu_attn(kv_tokens([*taken, work])) <= limit_s
+            fits = self.costs.t_cpu_attn(tokens + work.seq_len) <= limit_s
+            tokens += work.seq_len if fits else 0
             (taken if fits else rest).append(work)
         return taken, rest
 
@@ -251,8 +262,11 @@ class Asymmetric(Scheduler):
 def halves(works: Sequence[Work]) -> list[tuple[Work, ...]]:
     """Two parts of about as many KV tokens each, the longest dealt out first."""
     parts: tuple[list[Work], list[Work]] = ([], [])
+    tokens = [0, 0]
     for work in sorted(works, key=lambda w: -w.seq_len):
-        min(parts, key=kv_tokens).append(work)
+        lighter = int(tokens[1] < tokens[0])
+        parts[lighter].append(work)
+        tokens[lighter] += work.seq_len
     return [tuple(part) for part in parts if part]
 
 

@@ -100,7 +100,7 @@ class Cuda:
         self.cpu.wait_event(done)
 
     def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q: Tensor, k: Tensor, v: Tensor) -> Pending:
-        """Enqueues copy, host node, copy. The caller keeps q, k, v until it has called the result."""
+        """Enqueues copy, host node, copy."""
         count, stage = len(part.works), self.staging[slot]
         stage.gather(q, k, v)  # on the compute stream: a kernel on this one would queue behind its matrix products
         self.cpu.wait_stream(torch.cuda.current_stream())

@@ -11,7 +11,15 @@ from neo_lite.request import Request
 
 
 def done(arrival: float, times: list[float]) -> Request:
-    return Request(0, (1,), arrival_s=arrival, output=[0] * len(times), token_times_s=times, finished_s=times[-1])
+    return Request(
+        0,
+        (1,),
+        arrival_s=arrival,
+        output=[0] * len(times),
+        token_times_s=times,
+        finished_s=times[-1],
+        finish_reason="length",
+    )
 
 
 def test_latencies():

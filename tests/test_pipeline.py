@@ -306,3 +306,13 @@ def test_int8_without_a_compiler_is_refused(tmp_path, monkeypatch):
     tiny_folder(tmp_path, {})
     with pytest.raises(CompilerMissing):
         build_engine(load_folder(tmp_path), mode="simple", cpu_kv_dtype="int8")
+
+
+def test_profiling_leaves_no_trace_in_the_timeline(tmp_path, compiler):
+    tiny_folder(tmp_path, {})
+    timeline = Timeline()
+    engine = build_engine(
+        load_folder(tmp_path), mode="asymmetric", timeline=timeline, gpu_kv_tokens=64, cpu_kv_tokens=64
+    )
+    assert timeline.events == [] and timeline.enabled
+    assert engine.scheduler.costs.t_cpu_attn(64) > 0

@@ -190,3 +190,32 @@ def test_no_cpu_decode_waits_longer_than_its_patience():
 def test_asymmetric_without_stage_times_is_refused():
     with pytest.raises(NeoLiteError, match="asymmetric weighs stage times"):
         Engine(EngineConfig(mode="asymmetric"), MODELS["tiny"], CheckingExecutor(EngineConfig()))
+
+
+def test_one_large_cpu_request_does_not_keep_the_others_from_the_gpu():
+    engine = engine_with("asymmetric", block_size=4, gpu_kv_tokens=80, cpu_kv_tokens=800, max_seqs=5)
+    large = engine.add([1] * 200, SamplingParams(60, ignore_eos=True))
+    engine.step()
+    first = engine.add([1] * 70, SamplingParams(5, ignore_eos=True))
+    engine.step()
+    small = [engine.add([1] * 12, SamplingParams(40, ignore_eos=True)) for _ in range(3)]
+    engine.step()
+    assert large.device == "cpu" and first.device == "gpu" and {r.device for r in small} == {"cpu"}
+    engine.run()
+    moved_in = {m.request.id for p in engine.executor.plans for m in p.moves if m.target == "gpu"}
+    assert moved_in == {r.id for r in small}, "swapped in, though max_seqs run and the large one never can be"
+    assert_all_free(engine)
+
+
+def test_without_chunking_only_the_first_prompt_may_exceed_the_budget():
+    engine = engine_with("simple", max_batched_tokens=100)
+    for length in (90, 90, 150, 5):
+        engine.add([1] * length, SamplingParams(1))
+    engine.run()
+    assert [[w.length for w in p.batches[0].prefills] for p in engine.executor.plans] == [[90], [90], [150], [5]]
+
+
+def test_a_refusal_in_asymmetric_mode_names_the_larger_pool():
+    engine = engine_with("asymmetric", gpu_kv_tokens=64, cpu_kv_tokens=640)
+    with pytest.raises(NeoLiteError, match="cpu pool has 40 blocks.*raise cpu_kv_tokens"):
+        engine.add([1] * 1000, SamplingParams(5))
