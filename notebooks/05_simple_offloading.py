@@ -318,7 +318,7 @@ moves = [prepare(i) for i in range(COUNT)]
 # %%
 def view(blocks, device):
     lens = torch.full((COUNT,), TOKENS, dtype=torch.int32, device=device)
-    return attention.View((1,) * COUNT, lens, blocks.int().to(device), TOKENS)
+    return attention.View((1,) * COUNT, lens, blocks.int().to(device))
 
 
 host_view, gpu_view = view(scattered, "cpu"), view(in_order, model.device)
