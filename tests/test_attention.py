@@ -69,7 +69,7 @@ def test_prefill_equals_the_reference_for_first_and_later_chunks(shape, lens, se
 def test_cpu_kernel_equals_the_reference(compiler, shape, seq_lens, dtype, seed):
     kv, group, dim, block = shape
     case = paged(seq_lens, [1] * len(seq_lens), kv * group, kv, dim, block, dtype, seed)
-    check(attention.cpu_kernel_decode, case, {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype])
+    check(attention.cpu_kernel_decode, case, {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}[dtype])
 
 
 def test_the_reference_is_softmax_attention():
