@@ -7,12 +7,14 @@ where no torch is installed. Who calls it: everybody.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-MODES = ("gpu-only", "simple", "symmetric", "asymmetric")
+MODES = (
+    "gpu-only", "gpu-only-unchunked", "simple", "symmetric", "asymmetric", "fastdecode+", "neo", "neo-released"
+)  # fmt: skip
 
 
 MAX_THREADS = 1024
@@ -25,6 +27,10 @@ class NeoLiteError(ValueError):
 def is_int(value: object) -> bool:
     """A whole number, numpy's too; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,34 @@ MODELS: Mapping[str, ModelConfig] = {  # exact shapes, for random weights, the c
         ModelConfig("llama-3.1-70b", 80, 8192, 64, intermediate_size=28672, **_LLAMA31),
     )
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """A machine as a roofline sees it. `sources` says, for every number, where it comes from."""
+
+    name: str
+    gpu_bytes_per_s: float  # what linear layers read
+    gpu_flops_per_s: float  # what matrix products of the model's dtype reach
+    gpu_attn_bytes_per_s: float  # what paged decode attention reads
+    gpu_memory_bytes: float
+    cpu_bytes_per_s: float  # what the CPU kernel reads
+    cpu_memory_bytes: float
+    cpu_threads: int
+    link_bytes_per_s: float  # between host and GPU, one way
+    sharpness: float = 1.2  # of the ridge: see cost_model.roofline
+    kernel_s: float = 1e-5  # the least a GPU kernel takes
+    cpu_dispatch_s: float = 8.2e-5  # copy, host node and copy with nothing in them
+    overhead_s: float = 2e-3  # of an iteration: planning, launching, sampling
+    all_reduce_bytes_per_s: float = 1e11
+    all_reduce_s: float = 1.5e-5
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in ("name", "sources") and not (is_number(value) and 0 < value < float("inf")):
+                raise NeoLiteError(f"{self.name}: {f.name} is {value!r}: give a number above 0")
 
 
 @dataclass(frozen=True)

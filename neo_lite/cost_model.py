@@ -1,25 +1,92 @@
 """How long the stages of one layer take, so that a scheduler can weigh plans before it runs them. Torch-free.
 
-A profile holds points measured on one machine for one model (`profiler` makes it); between them it interpolates, past
-the last it goes on along the last segment. Seconds, of one layer unless the name says otherwise.
+Two sources, one object: a `Profile` measured on one machine for one model (`profiler` makes it), or `roofline`, the same
+curves from a `HardwareSpec`: bytes over bandwidth, FLOPs over rate. Seconds, of one layer unless the name says otherwise.
+The scheduler weighs candidates with it, the simulator advances its clock by it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-Curve = Sequence[tuple[float, float]]  # (x, seconds), x rising
+from neo_lite.config import DTYPE_BYTES, HardwareSpec, ModelConfig, NeoLiteError
+from neo_lite.request import SubBatch, Work
+
+Points = Sequence[tuple[float, float]]  # (x, seconds), x rising, seconds never falling
+
+
+class Curve:
+    """Linear between its points and exact at them; beyond the last along the last segment, 0 at and below 0.
+
+    Below the first point it stays at the first value: the work of one token is that of reading all weights.
+    """
+
+    def __init__(self, points: Points) -> None:
+        if not points or any(len(p) != 2 for p in points):
+            raise NeoLiteError(f"a curve is {points!r}: give at least one point (x, seconds)")
+        xs, ys = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+        if not (np.isfinite(xs).all() and np.isfinite(ys).all() and (np.diff(xs) > 0).all() and ys[0] >= 0):
+            raise NeoLiteError(f"a curve is {list(points)}: x must rise, and both numbers be finite")
+        if (np.diff(ys) < 0).any():
+            raise NeoLiteError(f"a curve is {list(points)}: the seconds fall, and a cost cannot")
+        slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
+        self.points, far = [(float(x), float(y)) for x, y in points], xs[-1] + 1e12
+        self._xs, self._ys = np.append(xs, far), np.append(ys, ys[-1] + slope * 1e12)
+
+    def __call__(self, x: float) -> float:
+        return float(np.interp(x, self._xs, self._ys)) if x > 0 else 0.0
+
+    def each(self, x: np.ndarray) -> np.ndarray:
+        """Many at once."""
+        return np.where(x > 0, np.interp(x, self._xs, self._ys), 0.0)
+
+    def within(self, seconds: np.ndarray) -> np.ndarray:
+        """The largest x that takes no longer than each of `seconds`; 0 where not even the first point does."""
+        rising = self._ys + np.arange(len(self._ys)) * 1e-18  # on a level stretch the last x counts
+        return np.where(seconds < self._ys[0], 0.0, np.interp(seconds * (1 - 1e-9), rising, self._xs))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One layer of an iteration: linear stages `l`, prefill attention, GPU and CPU decode attention of both sub-batches."""
+
+    l0: float = 0.0
+    pref0: float = 0.0
+    ga0: float = 0.0
+    ca0: float = 0.0
+    l1: float = 0.0
+    ca1: float = 0.0
+
+    @property
+    def gpu(self) -> float:
+        return self.l0 + self.pref0 + self.ga0 + self.l1
+
+    @property
+    def layer(self) -> float:
+        """What a layer takes without barriers: the GPU's work, the CPU's work, or one sub-batch's own chain."""
+        return max(self.gpu, self.ca0 + self.ca1, self.ca0 + self.l0, self.ca1 + self.l1)
+
+    @property
+    def paper_layer(self) -> float:
+        """The paper's estimate, a barrier after each of two stages: an upper bound of `layer`."""
+        return max(self.l0, self.ca1) + max(self.l1 + self.ga0 + self.pref0, self.ca0)
+
+    @property
+    def slack(self) -> tuple[float, float]:
+        """What is left of both inequalities, Tca1 <= Tl0 and Tca0 <= Tl1 + Tga0; none may be negative."""
+        return self.l0 - self.ca1, self.l1 + self.pref0 + self.ga0 - self.ca0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured stage times of one model on one machine."""
+    """Stage times of one model on one machine; curves may be given as lists of points."""
 
     num_layers: int
     linear: Curve  # tokens -> pre + post projection
@@ -27,33 +94,115 @@ class Profile:
     gpu_attn: Curve  # KV tokens read -> decode attention on the GPU
     cpu_attn: Curve  # KV tokens read -> decode attention on the CPU, copies of q, k, v and of the output included
     head: Curve  # requests that sample -> head, once an iteration
+    transfer: Curve = Curve([(1, 0.0)])  # bytes of KV -> a copy between the pools
+    all_reduce: Curve = Curve([(1, 0.0)])  # tokens -> both all-reduces of a layer, with tensor parallelism
+    cpu_request_tokens: float = 0.0  # what a CPU decode costs besides reading, in KV tokens
+    overhead_s: float = 0.0  # planning, launching and sampling that the GPU waits for, once an iteration
+    launch_s: float = 0.0  # a layer's launches while the CPU computes: only where both share a thread (released NEO)
+    model: str = ""
+    dtype: str = ""
+    threads: int = 0
     stamp: Mapping[str, Any] = field(default_factory=dict)
 
-    def t_linear(self, tokens: float) -> float:
-        return interpolate(self.linear, tokens)
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if f.type == "Curve" and not isinstance(getattr(self, f.name), Curve):
+                object.__setattr__(self, f.name, Curve([tuple(p) for p in getattr(self, f.name)]))
 
-    def t_prefill_attn(self, prompts: Sequence[int]) -> float:
-        return sum(interpolate(self.prefill_attn, n) for n in prompts)
+    # ---- One stage ----
+
+    def t_linear(self, tokens: float) -> float:
+        return self.linear(tokens) + self.all_reduce(tokens)
+
+    def t_prefill_attn(self, works: Iterable[Work]) -> float:
+        """A later chunk costs what the prompt up to its end costs, less what its earlier part did."""
+        return sum(self.prefill_attn(w.seq_len) - self.prefill_attn(w.start) for w in works)
 
     def t_gpu_attn(self, kv_tokens: float) -> float:
-        return interpolate(self.gpu_attn, kv_tokens)
+        return self.gpu_attn(kv_tokens)
 
-    def t_cpu_attn(self, kv_tokens: float) -> float:
-        return interpolate(self.cpu_attn, kv_tokens)
+    def t_cpu_attn(self, requests: float, kv_tokens: float) -> float:
+        return self.cpu_attn(kv_tokens + requests * self.cpu_request_tokens)
+
+    def t_transfer(self, num_bytes: float) -> float:
+        """Of all layers together: copies run beside the layers."""
+        return self.transfer(num_bytes)
+
+    def t_head(self, requests: float) -> float:
+        return self.head(requests)
+
+    # ---- An iteration ----
+
+    def stages(self, batches: Sequence[SubBatch]) -> Stages:
+        """One layer of one or two sub-batches."""
+        first, second = [*batches, SubBatch(), SubBatch()][:2]
+        return Stages(
+            self.t_linear(first.num_tokens), self.t_prefill_attn(first.prefills),
+            self.t_gpu_attn(kv_tokens(first.gpu_decodes)),
+            self.t_cpu_attn(len(first.cpu_decodes), kv_tokens(first.cpu_decodes)),
+            self.t_linear(second.num_tokens), self.t_cpu_attn(len(second.cpu_decodes), kv_tokens(second.cpu_decodes)),
+        )  # fmt: skip
+
+    def iteration_s(self, stages: Stages, sampling: int) -> float:
+        """All layers, the head for `sampling` requests, and what comes once."""
+        layer_s = stages.paper_layer + self.launch_s if self.launch_s and stages.l1 else stages.layer
+        return self.num_layers * layer_s + self.t_head(sampling) + self.overhead_s
+
+    @cached_property
+    def ridge_tokens(self) -> int:
+        """Where the linear stage leaves the memory-bound regime: reading the weights takes as long as the arithmetic."""
+        (x0, y0), (x1, y1) = self.linear.points[max(0, len(self.linear.points) - 2)], self.linear.points[-1]
+        per_token_s = (y1 - y0) / (x1 - x0) if x1 > x0 else 0.0
+        return max(1, round(self.linear(1) / per_token_s)) if per_token_s > 0 else 1
+
+    # ---- Files ----
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)) + "\n")
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        points = {n: v.points if isinstance(v, Curve) else v for n, v in values.items()}
+        path.write_text(json.dumps(points) + "\n")
 
     @staticmethod
     def load(path: Path) -> Profile:
         return Profile(**json.loads(path.read_text()))
 
 
-def interpolate(curve: Curve, x: float) -> float:
-    """Exact at the points, linear between and beyond the last, 0 at and below 0."""
-    if x <= 0:
-        return 0.0
-    xs, ys = zip(*curve, strict=True)
-    if x <= xs[-1] or len(xs) == 1:
-        return float(np.interp(x, xs, ys))
-    return max(ys[-1], ys[-1] + (x - xs[-1]) * (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+def kv_tokens(works: Iterable[Work]) -> int:
+    """KV tokens that their attention reads in each layer."""
+    return sum(w.seq_len for w in works)
+
+
+WIDTHS = sorted({round(2 ** (i / 4)) for i in range(4 * 17 + 1)})  # 1 to 131,072, four points an octave
+
+
+def roofline(hardware: HardwareSpec, model: ModelConfig, dtype: str = "float16", ranks: int = 1) -> Profile:
+    """The profile of a machine that nobody has measured, at points close enough to interpolate between.
+
+    A stage takes ((bytes / bandwidth)^p + (FLOPs / rate)^p)^(1/p): p = infinity is the textbook's roofline, and
+    `hardware.sharpness` what a GPU was seen to do near the ridge. With `ranks`, each has its share of heads and columns.
+    """
+    h, size = hardware, DTYPE_BYTES[dtype]
+    weights = model.layer_parameters / ranks
+    kv_bytes = 2 * model.num_kv_heads * model.head_dim * size / ranks  # of one token in one layer
+    head = model.vocab_size * model.hidden_size / ranks
+    width = model.num_heads * model.head_dim / ranks
+
+    def time_s(num_bytes: float, flops: float) -> float:
+        p = h.sharpness
+        return ((num_bytes / h.gpu_bytes_per_s) ** p + (flops / h.gpu_flops_per_s) ** p) ** (1 / p)
+
+    def all_reduce_s(n: int) -> float:
+        return 2 * (h.all_reduce_s + n * model.hidden_size * size / h.all_reduce_bytes_per_s) if ranks > 1 else 0.0
+
+    cpu_bytes_per_s, link = h.cpu_bytes_per_s, h.link_bytes_per_s
+    return Profile(
+        model.num_layers,
+        linear=Curve([(n, time_s(weights * size, 2 * weights * n)) for n in WIDTHS]),
+        prefill_attn=Curve([(n, 2 * width * n * n / h.gpu_flops_per_s + h.kernel_s) for n in WIDTHS]),
+        gpu_attn=Curve([(n, n * kv_bytes / h.gpu_attn_bytes_per_s + h.kernel_s) for n in WIDTHS]),
+        cpu_attn=Curve([(n, n * kv_bytes / cpu_bytes_per_s + h.cpu_dispatch_s) for n in WIDTHS]),
+        head=Curve([(n, time_s(head * size, 2 * head * n)) for n in WIDTHS[:45]]),
+        transfer=Curve([(1.0, 0.0), (link, 1.0)]), all_reduce=Curve([(n, all_reduce_s(n)) for n in WIDTHS]),
+        cpu_request_tokens=2 * width * size / link * cpu_bytes_per_s / kv_bytes, overhead_s=h.overhead_s,
+        model=model.name, dtype=dtype, threads=h.cpu_threads, stamp={"hardware": h.name, **asdict(h)},
+    )  # fmt: skip

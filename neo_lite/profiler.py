@@ -51,15 +51,15 @@ def _profile(pipeline: Pipeline) -> Profile:
     )
 
 
-def _curve(points: Sequence[int], work_of: Callable[[int], Callable[[], float]]) -> Curve:
+def _curve(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]]) -> Curve:
     """Seconds of one layer at each point; never falling, as a cost cannot."""
-    curve: list[tuple[float, float]] = []
-    for n in points:
+    points: list[tuple[float, float]] = []
+    for n in widths:
         run = work_of(n)
         first_s = run()  # a slow stage hides its own warm-up: one run of it is enough
         rounds_s = [first_s] if first_s > SLOW_S else [run() for _ in range(ROUNDS)]
-        curve.append((n, max([statistics.median(rounds_s), *(s for _, s in curve)])))
-    return curve
+        points.append((n, max([statistics.median(rounds_s), *(s for _, s in points)])))
+    return Curve(points)
 
 
 def _kv_points(pipeline: Pipeline, device: Device) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
-from neo_lite.cost_model import Profile
+from neo_lite.cost_model import Profile, kv_tokens
 from neo_lite.request import OTHER, Device, IterationPlan, Move, Request, SubBatch, Work
 
 
@@ -229,7 +229,7 @@ class Asymmetric(Scheduler):
             self.skipped = {}
             return tuple(SubBatch(cpu_decodes=half) for half in halves(on_cpu))
         costs, first = self.costs, SubBatch(tuple(prefills), on_gpu)
-        gpu_attn_s = costs.t_prefill_attn([w.length for w in prefills]) + costs.t_gpu_attn(kv_tokens(on_gpu))
+        gpu_attn_s = costs.t_prefill_attn(prefills) + costs.t_gpu_attn(kv_tokens(on_gpu))
         linear_s = costs.t_linear(first.num_tokens)
         second, rest = self._fill(on_cpu, linear_s)
         few, rest = self._fill(rest, costs.t_linear(len(second)) + gpu_attn_s)
@@ -237,8 +237,9 @@ class Asymmetric(Scheduler):
         second += late
         self.skipped = {w.request.id: self.skipped.get(w.request.id, 0) + 1 for w in rest if w not in late}
         if on_cpu:
+            cpu_s = costs.t_cpu_attn(len(second), kv_tokens(second))
             why.append(
-                f"{len(second)} CPU decodes in batch-1: {costs.t_cpu_attn(kv_tokens(second)) * 1e3:.2f} ms a layer beside"
+                f"{len(second)} CPU decodes in batch-1: {cpu_s * 1e3:.2f} ms a layer beside"
                 f" {linear_s * 1e3:.2f} ms of batch-0's linear stage; {len(few)} in batch-0, {len(self.skipped)} wait"
             )
         batches = (SubBatch(first.prefills, on_gpu, tuple(few)), SubBatch(cpu_decodes=tuple(second)))
@@ -253,7 +254,7 @@ class Asymmetric(Scheduler):
         rest: list[Work] = []
         tokens = 0
         for work in works:
-            fits = self.costs.t_cpu_attn(tokens + work.seq_len) <= limit_s
+            fits = self.costs.t_cpu_attn(len(taken) + 1, tokens + work.seq_len) <= limit_s
             tokens += work.seq_len if fits else 0
             (taken if fits else rest).append(work)
         return taken, rest
@@ -268,11 +269,6 @@ def halves(works: Sequence[Work]) -> list[tuple[Work, ...]]:
         parts[lighter].append(work)
         tokens[lighter] += work.seq_len
     return [tuple(part) for part in parts if part]
-
-
-def kv_tokens(works: Sequence[Work]) -> int:
-    """KV tokens that their attention reads in each layer."""
-    return sum(w.seq_len for w in works)
 
 
 POLICIES: dict[str, type[Scheduler]] = {

@@ -315,4 +315,4 @@ def test_profiling_leaves_no_trace_in_the_timeline(tmp_path, compiler):
         load_folder(tmp_path), mode="asymmetric", timeline=timeline, gpu_kv_tokens=64, cpu_kv_tokens=64
     )
     assert timeline.events == [] and timeline.enabled
-    assert engine.scheduler.costs.t_cpu_attn(64) > 0
+    assert engine.scheduler.costs.t_cpu_attn(1, 64) > 0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_lite.config import MODELS, EngineConfig, NeoLiteError
-from neo_lite.cost_model import Profile
+from neo_lite.cost_model import Profile, kv_tokens
 from neo_lite.engine import Engine
 from neo_lite.request import IterationPlan, SamplingParams
 
@@ -160,7 +160,7 @@ def test_asymmetric_fills_the_gpu_first_then_the_cpu_and_keeps_the_inequality():
     assert {d: sum(len(getattr(b[0], d)) for b in batches) > 0 for d in ("gpu_decodes", "cpu_decodes")}
     assert any(w.request.device == "cpu" for w in batches[0][0].prefills), "prefills whose KV leaves for the CPU"
     two = [b for b in batches if len(b) == 2 and b[0].num_tokens]
-    assert two and any(COSTS.t_cpu_attn(sum(w.seq_len for w in b[1].cpu_decodes)) > 0 for b in two)
+    assert two and any(COSTS.t_cpu_attn(len(b[1]), kv_tokens(b[1].cpu_decodes)) > 0 for b in two)
     assert all(len(r.output) == 30 for r in requests)
     assert_all_free(engine)
 
