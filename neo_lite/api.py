@@ -14,6 +14,7 @@ from neo_lite.cost_model import Profile
 from neo_lite.engine import Engine
 from neo_lite.machine import check_memory
 from neo_lite.model import Llama
+from neo_lite.neo import POLICIES, Neo
 from neo_lite.pipeline import Pipeline
 from neo_lite.profiler import measure
 from neo_lite.timeline import Timeline
@@ -75,6 +76,6 @@ def build_engine(
     config = replace(config or EngineConfig(), **changes)
     timeline = timeline or Timeline(enabled=False)
     pipeline = Pipeline(model, config, timeline)
-    if config.mode == "asymmetric" and costs is None:
+    if issubclass(POLICIES[config.mode], Neo) and costs is None:
         costs = measure(pipeline)
     return Engine(config, model.config, pipeline, timeline=timeline, costs=costs)

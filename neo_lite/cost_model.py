@@ -85,6 +85,22 @@ class Stages:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A schedule that was weighed: x requests in T seconds."""
+
+    name: str
+    batches: tuple[SubBatch, ...]
+    stages: Stages  # of one layer
+    requests: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """x/T, the paper's objective: requests (tokens) a second."""
+        return self.requests / self.seconds if self.requests else 0.0
+
+
+@dataclass(frozen=True)
 class Profile:
     """Stage times of one model on one machine; curves may be given as lists of points."""
 
@@ -114,6 +130,9 @@ class Profile:
     def t_linear(self, tokens: float) -> float:
         return self.linear(tokens) + self.all_reduce(tokens)
 
+    def t_linear_each(self, tokens: np.ndarray) -> np.ndarray:
+        return self.linear.each(tokens) + self.all_reduce.each(tokens)
+
     def t_prefill_attn(self, works: Iterable[Work]) -> float:
         """A later chunk costs what the prompt up to its end costs, less what its earlier part did."""
         return sum(self.prefill_attn(w.seq_len) - self.prefill_attn(w.start) for w in works)
@@ -136,17 +155,28 @@ class Profile:
     def stages(self, batches: Sequence[SubBatch]) -> Stages:
         """One layer of one or two sub-batches."""
         first, second = [*batches, SubBatch(), SubBatch()][:2]
+        launch_s = self.launch_s if second else 0.0
         return Stages(
             self.t_linear(first.num_tokens), self.t_prefill_attn(first.prefills),
             self.t_gpu_attn(kv_tokens(first.gpu_decodes)),
-            self.t_cpu_attn(len(first.cpu_decodes), kv_tokens(first.cpu_decodes)),
-            self.t_linear(second.num_tokens), self.t_cpu_attn(len(second.cpu_decodes), kv_tokens(second.cpu_decodes)),
+            self.t_cpu_attn(len(first.cpu_decodes), kv_tokens(first.cpu_decodes)) + launch_s,
+            self.t_linear(second.num_tokens),
+            self.t_cpu_attn(len(second.cpu_decodes), kv_tokens(second.cpu_decodes)) + launch_s,
         )  # fmt: skip
 
     def iteration_s(self, stages: Stages, sampling: int) -> float:
-        """All layers, the head for `sampling` requests, and what comes once."""
-        layer_s = stages.paper_layer + self.launch_s if self.launch_s and stages.l1 else stages.layer
+        """All layers, the head for `sampling` requests, and what comes once. Launches on the CPU's thread bring barriers."""
+        layer_s = stages.paper_layer if self.launch_s else stages.layer
         return self.num_layers * layer_s + self.t_head(sampling) + self.overhead_s
+
+    def candidate(self, name: str, batches: Sequence[SubBatch]) -> Candidate:
+        """A schedule with its estimate."""
+        stages, count = self.stages(batches), sum(len(b) for b in batches)
+        return Candidate(name, tuple(b for b in batches if len(b)), stages, count, self.iteration_s(stages, count))
+
+    def capacity(self, seconds: np.ndarray) -> np.ndarray:
+        """How much CPU attention fits into each of `seconds`: KV tokens + requests x cpu_request_tokens."""
+        return self.cpu_attn.within(seconds - self.launch_s)
 
     @cached_property
     def ridge_tokens(self) -> int:

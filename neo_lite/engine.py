@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
+from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError, is_int
 from neo_lite.cost_model import Profile
+from neo_lite.neo import POLICIES
 from neo_lite.request import GREEDY, IterationPlan, Request, SamplingParams
-from neo_lite.scheduler import POLICIES, Blocks
 from neo_lite.timeline import Timeline
 
 

@@ -6,9 +6,13 @@ the timeline can trust what they read. Called by the scheduler (builds), the exe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from neo_lite.cost_model import Candidate
 
 Device = Literal["gpu", "cpu"]  # where a request's KV lives: the GPU pool or the CPU pool, never split between them
 OTHER: dict[Device, Device] = {"gpu": "cpu", "cpu": "gpu"}
@@ -70,8 +74,7 @@ class Request:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Tokens `start` to `start + length` of one request in one iteration. `length` 1 at the end is a decode."""
 
     request: Request
@@ -106,9 +109,9 @@ class SubBatch:
     def __len__(self) -> int:
         return len(self.prefills) + len(self.gpu_decodes) + len(self.cpu_decodes)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(w.length for w in self)
+        return sum(w.length for w in self.prefills) + len(self.gpu_decodes) + len(self.cpu_decodes)
 
 
 @dataclass(frozen=True)
@@ -123,12 +126,20 @@ class Move:
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """One iteration, decided. `moves` run first and in order: a later one may reuse what an earlier one freed."""
+    """One iteration, decided. `moves` run first and in order: a later one may reuse what an earlier one freed.
+
+    A load-aware policy also says what it weighed (`candidates`, the chosen one first), why each request is where it is
+    (`reasons`, by id), and whom it runs against its own rule since they waited too long (`forced`; id -1: nothing else
+    could run).
+    """
 
     mode: str
     batches: tuple[SubBatch, ...]
     moves: tuple[Move, ...] = ()
     why: tuple[str, ...] = ()  # one sentence for each decision, for people
+    candidates: tuple[Candidate, ...] = ()
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    forced: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.moves) or any(len(b) for b in self.batches)

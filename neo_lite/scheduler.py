@@ -1,9 +1,9 @@
-"""What the next iteration computes: the policies, torch-free and deterministic.
+"""What the next iteration computes: what all policies share, and the simple ones. Torch-free and deterministic.
 
 `plan()` looks at three queues (waiting, running, parked) and at the free blocks, and returns a frozen `IterationPlan`
 that says why it is as it is. The engine calls it once an iteration; the simulator and the notebooks call the same
-object. A request's KV is only a cache of its tokens, so each of them can be parked in the other pool (a swap) or
-dropped and prefilled again (a recompute) without being lost.
+object. The load-aware policies are in `neo`. A request's KV is only a cache of its tokens, so each of them can be parked
+in the other pool (a swap) or dropped and prefilled again (a recompute) without being lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
-from neo_lite.cost_model import Profile, kv_tokens
+from neo_lite.cost_model import Profile
 from neo_lite.request import OTHER, Device, IterationPlan, Move, Request, SubBatch, Work
 
 
@@ -69,7 +69,7 @@ class Scheduler:
         calm = not why  # whoever had to make way is not brought back in the same iteration, and nobody new comes
         if calm:
             self._resume(moves, why)
-        decodes = [Work(r, r.num_computed, 1) for r in self.running if _decoding(r)]
+        decodes = [Work(r, r.num_computed, 1) for r in self.running if decoding(r)]
         prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, why)
         for work in prefills:
             if work.request.first_scheduled_s is None:
@@ -81,7 +81,8 @@ class Scheduler:
 
     def _make_room(self, moves: list[Move], why: list[str]) -> None:
         """A block for each decode that needs one; the newest request of its pool makes way for the oldest."""
-        for request in list(self.running):
+        size = self.blocks.block_size
+        for request in [r for r in self.running if r.num_tokens > len(r.block_table) * size]:
             while request in self.running and not self.blocks.grow(request, request.num_tokens):
                 victim = [r for r in self.running if r.device == request.device][-1]
                 self.running.remove(victim)
@@ -96,7 +97,7 @@ class Scheduler:
     def _prefills(self, budget: int, admit: bool, why: list[str]) -> list[Work]:
         """Chunks of who has begun, then of who waits; without chunking the first prompt may exceed the budget."""
         works: list[Work] = []
-        begun = deque(r for r in self.running if not _decoding(r))
+        begun = deque(r for r in self.running if not decoding(r))
         while budget > 0:
             if not begun and admit and self.waiting and len(self.running) < self.config.max_seqs:
                 whole = self.chunked_prefill or not works or self.waiting[0].num_tokens <= budget
@@ -154,6 +155,12 @@ class Scheduler:
         return (SubBatch(tuple(prefills), gpu_decodes=tuple(decodes)),)
 
 
+class Unchunked(Scheduler):
+    """The same with whole prompts: SwiftLLM's scheduling, the paper's baseline in figures 9 and 10."""
+
+    chunked_prefill = False
+
+
 class SimpleOffloading(Scheduler):
     """The paper's first sketch (figure 3): all KV and all decode attention on the CPU, everything else on the GPU.
 
@@ -176,90 +183,6 @@ class Symmetric(SimpleOffloading):
         return tuple(SubBatch(cpu_decodes=half) for half in halves(decodes))
 
 
-class Asymmetric(Scheduler):
-    """NEO's pipeline (figure 5), filled by a fixed rule: the GPU until it is full, then the CPU.
-
-    Batch-0 has the prefills, the GPU decodes and a few CPU decodes, batch-1 the rest of the CPU decodes: as many as
-    `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` (`Tga0` with the prefills' attention) allow, by measured stage times of one
-    layer; who does not fit waits for the next iteration, `PATIENCE` of them at most, and then runs even against the
-    inequality. With nothing on the GPU the CPU decodes run as in `Symmetric`.
-    """
-
-    chunked_prefill = False
-    PATIENCE = 8
-
-    def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
-        super().__init__(config, blocks, costs)
-        if costs is None:
-            raise NeoLiteError(f"mode {config.mode} weighs stage times: give the engine a Profile (profiler.measure)")
-        self.costs = costs
-        self.skipped: dict[int, int] = {}  # request -> iterations without a place
-
-    def _homes(self) -> tuple[Device, ...]:
-        return ("gpu", "cpu")
-
-    def _place(self, request: Request) -> Device | None:
-        fitting = (d for d in self._homes() if self.blocks.fits_ever(request, d) and self._room(request, d))
-        return next(fitting, None)
-
-    def _make_way(self, victim: Request, moves: list[Move]) -> str:
-        """From the GPU to the CPU, where it goes on decoding; from the CPU nowhere, or the two could swap for ever."""
-        fits = self.blocks.fits_ever(victim, "cpu") and len(victim.block_table) <= self.blocks.free("cpu")
-        if victim.device == "cpu" or not fits:
-            self._drop(victim)
-            return "dropped, to be prefilled again"
-        moves.append(self.blocks.move(victim, "cpu"))
-        self.running.append(victim)
-        return "swapped out to the CPU"
-
-    def _resume(self, moves: list[Move], why: list[str]) -> None:
-        """Swaps in the oldest CPU-request while nobody waits and a tenth of the GPU pool stays free (hysteresis)."""
-        slack = self.blocks.total["gpu"] // 10
-        for request in [r for r in self.running if r.device == "cpu" and self.blocks.fits_ever(r, "gpu")]:
-            if self.waiting or not self._room(request, "gpu", slack):
-                return
-            moves.append(self.blocks.move(request, "gpu"))
-            self.blocks.grow(request, request.num_tokens)
-            why.append(f"r{request.id} swapped in: {self.blocks.free('gpu')} gpu blocks stay free")
-
-    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
-        on_gpu = tuple(w for w in decodes if w.request.device == "gpu")
-        on_cpu = sorted((w for w in decodes if w.request.device == "cpu"), key=self._patience)
-        if not prefills and not on_gpu:
-            self.skipped = {}
-            return tuple(SubBatch(cpu_decodes=half) for half in halves(on_cpu))
-        costs, first = self.costs, SubBatch(tuple(prefills), on_gpu)
-        gpu_attn_s = costs.t_prefill_attn(prefills) + costs.t_gpu_attn(kv_tokens(on_gpu))
-        linear_s = costs.t_linear(first.num_tokens)
-        second, rest = self._fill(on_cpu, linear_s)
-        few, rest = self._fill(rest, costs.t_linear(len(second)) + gpu_attn_s)
-        late = [w for w in rest if self.skipped.get(w.request.id, 0) >= self.PATIENCE]
-        second += late
-        self.skipped = {w.request.id: self.skipped.get(w.request.id, 0) + 1 for w in rest if w not in late}
-        if on_cpu:
-            cpu_s = costs.t_cpu_attn(len(second), kv_tokens(second))
-            why.append(
-                f"{len(second)} CPU decodes in batch-1: {cpu_s * 1e3:.2f} ms a layer beside"
-                f" {linear_s * 1e3:.2f} ms of batch-0's linear stage; {len(few)} in batch-0, {len(self.skipped)} wait"
-            )
-        batches = (SubBatch(first.prefills, on_gpu, tuple(few)), SubBatch(cpu_decodes=tuple(second)))
-        return batches if second else batches[:1]
-
-    def _patience(self, work: Work) -> int:
-        return -self.skipped.get(work.request.id, 0)
-
-    def _fill(self, works: Sequence[Work], limit_s: float) -> tuple[list[Work], list[Work]]:
-        """Those whose CPU attention together stays within `limit_s`, and the rest."""
-        taken: list[Work] = []
-        rest: list[Work] = []
-        tokens = 0
-        for work in works:
-            fits = self.costs.t_cpu_attn(len(taken) + 1, tokens + work.seq_len) <= limit_s
-            tokens += work.seq_len if fits else 0
-            (taken if fits else rest).append(work)
-        return taken, rest
-
-
 def halves(works: Sequence[Work]) -> list[tuple[Work, ...]]:
     """Two parts of about as many KV tokens each, the longest dealt out first."""
     parts: tuple[list[Work], list[Work]] = ([], [])
@@ -271,14 +194,6 @@ def halves(works: Sequence[Work]) -> list[tuple[Work, ...]]:
     return [tuple(part) for part in parts if part]
 
 
-POLICIES: dict[str, type[Scheduler]] = {
-    "gpu-only": Scheduler,
-    "simple": SimpleOffloading,
-    "symmetric": Symmetric,
-    "asymmetric": Asymmetric,
-}
-
-
-def _decoding(request: Request) -> bool:
+def decoding(request: Request) -> bool:
     """Only its newest token is without KV."""
     return request.num_computed > 0 and request.num_tokens == request.num_computed + 1

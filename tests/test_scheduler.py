@@ -158,7 +158,8 @@ def test_asymmetric_fills_the_gpu_first_then_the_cpu_and_keeps_the_inequality():
     engine.run()
     batches = [p.batches for p in engine.executor.plans]
     assert {d: sum(len(getattr(b[0], d)) for b in batches) > 0 for d in ("gpu_decodes", "cpu_decodes")}
-    assert any(w.request.device == "cpu" for w in batches[0][0].prefills), "prefills whose KV leaves for the CPU"
+    told = [reason for p in engine.executor.plans for reason in p.reasons.values()]
+    assert "batch-0: prefill, KV to the cpu pool" in told and "batch-0: prefill, KV to the gpu pool" in told
     two = [b for b in batches if len(b) == 2 and b[0].num_tokens]
     assert two and any(COSTS.t_cpu_attn(len(b[1]), kv_tokens(b[1].cpu_decodes)) > 0 for b in two)
     assert all(len(r.output) == 30 for r in requests)

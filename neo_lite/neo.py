@@ -1,0 +1,274 @@
+"""The load-aware policies: the paper's six steps, one method each, and what is measured against them.
+
+Each iteration weighs a GPU-only candidate against a two-batch one (batch-0: prefills, GPU decodes, a few CPU decodes;
+batch-1: the other CPU decodes) and takes the one with more requests a second, x/T. (The paper prints T/x and means that.)
+Called by the engine, through `POLICIES`, as any other policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from neo_lite.blocks import Blocks
+from neo_lite.config import EngineConfig, NeoLiteError
+from neo_lite.cost_model import Candidate, Profile
+from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work
+from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, decoding, halves
+
+Prefill = tuple[Request, Device]  # who would be admitted, and where its KV would live
+
+
+class Neo(Scheduler):
+    """NEO's scheduler. Where the paper's steps would let a request starve or the engine stall, it departs from them:
+
+    - A CPU decode that was skipped comes first the next time; after `PATIENCE` iterations it runs whatever the
+      inequalities and x/T say, one a time (the plan is then `forced`).
+    - With nothing on the GPU neither inequality leaves room for anything: the CPU decodes then run as two halves.
+    - Swapping in keeps a twentieth of the GPU pool free (hysteresis), unless nothing runs on the GPU, so that a request
+      longer than that is not locked out.
+    - Once a prompt goes to the CPU, later ones do too, so that step 5 can take back the last ones and keep the order.
+    - Step 5 read literally removes every prefill of the CPU while no CPU decode runs, and nothing is ever offloaded. It
+      stops at a floor: the width at which the linear stage leaves the memory-bound regime, read off the cost model. The
+      GPU-only candidate keeps the same floor.
+    """
+
+    chunked_prefill = False
+    PATIENCE = 16
+    greedy = True  # step 6 weighs; otherwise CPU decodes run whenever there are any
+
+    def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
+        super().__init__(config, blocks, costs)
+        if costs is None:
+            raise NeoLiteError(f"mode {config.mode} weighs stage times: give the engine a Profile (profiler.measure)")
+        self.costs, self.floor = costs, costs.ridge_tokens
+        self.skipped: dict[Request, int] = {}  # iterations in a row that a CPU decode was passed over
+
+    def plan(self, now_s: float) -> IterationPlan:
+        """Step 1, two empty batches, and then the others."""
+        moves: list[Move] = []
+        why: list[str] = []
+        waited = len(self.waiting)
+        on_gpu = self._step2_gpu_decodes(moves, why)
+        prefills = self._step3_prefills(len(on_gpu), len(self.waiting) == waited, any(m.target == "cpu" for m in moves))
+        few, rest, forced = self._step4_cpu_decodes(prefills, on_gpu)
+        kept = self._step5_reduce(prefills, on_gpu, few, rest)
+        chosen, other, forced = self._step6_decide((prefills, kept), on_gpu, few, rest, forced)
+        for request, device in kept if chosen.name == "two batches" else self._floored(prefills, on_gpu):
+            self.waiting.popleft()
+            self._admit(request, device, why)
+            request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
+        reasons = self._account(chosen, few, rest, prefills)
+        why.append(f"{_told(chosen)} against {_told(other)}" if other.requests else _told(chosen))
+        pair = (chosen, other)
+        return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), pair, reasons, forced)
+
+    # ---- The six steps ----
+
+    def _step2_gpu_decodes(self, moves: list[Move], why: list[str]) -> tuple[Work, ...]:
+        """Every GPU decode goes to batch-0; whoever finds no room is swapped out, and who fits comfortably comes in."""
+        self._make_room(moves, why)
+        if not why:
+            self._resume(moves, why)
+        self.skipped = {r: n for r, n in self.skipped.items() if r.device == "cpu"}
+        return tuple(Work(r, r.num_computed, 1) for r in self.running if r.device == "gpu")
+
+    def _step3_prefills(self, decodes: int, admit: bool, swapped_out: bool) -> list[Prefill]:
+        """Prompts in order of arrival, on the GPU while there is room, then on the CPU, within the token budget."""
+        found: list[Prefill] = []
+        budget, seats = self.config.max_batched_tokens - decodes, self.config.max_seqs - len(self.running)
+        room = {d: self.blocks.free(d) - sum(r.device == d for r in self.running) for d in self.blocks.total}
+        homes = [d for d in self._homes() if d == "cpu" or not swapped_out]
+        for request in islice(self.waiting, max(0, seats) if admit else 0):
+            needed = self.blocks.needed(request.num_tokens)
+            fits = [d for d in homes if needed <= room[d] and self.blocks.fits_ever(request, d)]
+            if not fits or (found and request.num_tokens > budget):
+                break
+            if fits[0] == "cpu":
+                homes = ["cpu"]
+            room[fits[0]] -= needed + 1
+            budget -= request.num_tokens
+            found.append((request, fits[0]))
+        return found
+
+    def _step4_cpu_decodes(
+        self, prefills: Sequence[Prefill], on_gpu: Sequence[Work]
+    ) -> tuple[list[Work], list[Work], tuple[int, ...]]:
+        """CPU decodes for batch-0 and batch-1 while `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` hold; the others are skipped.
+
+        Batch-1 first: its attention hides behind the linear stage of all of batch-0. Whoever has waited too long goes there
+        in any case. How many KV tokens each inequality admits is worked out once for every width, not once a request.
+        """
+        works = [Work(r, r.num_computed, 1) for r in self.running if r.device == "cpu"]
+        works.sort(key=lambda w: -self.skipped.get(w.request, 0))
+        first, widths = SubBatch(_works(prefills), tuple(on_gpu)), np.arange(len(works) + 1)
+        stages, each = self.costs.stages((first,)), self.costs.cpu_request_tokens
+        room1 = self.costs.capacity(self.costs.t_linear_each(first.num_tokens + widths)).tolist()
+        room0 = self.costs.capacity(self.costs.t_linear_each(widths) + stages.pref0 + stages.ga0).tolist()
+        few: list[Work] = []
+        rest: list[Work] = []
+        load0 = load1 = 0.0
+        forced: tuple[int, ...] = ()
+        for work in works:
+            load = work.seq_len + each
+            late = not rest and self.skipped.get(work.request, 0) >= self.PATIENCE
+            if late or load1 + load <= room1[len(few)]:
+                forced = (work.request.id,) if late else forced
+                rest.append(work)
+                load1 += load
+            elif load0 + load <= room0[len(rest)]:
+                few.append(work)
+                load0 += load
+            else:
+                self._overflow(work, few, rest, load0 < load1)
+        return few, rest, forced
+
+    def _overflow(self, work: Work, few: list[Work], rest: list[Work], lighter0: bool) -> None:
+        """A CPU decode that would break both inequalities: left to the next iteration."""
+
+    def _step5_reduce(
+        self, prefills: Sequence[Prefill], on_gpu: Sequence[Work], few: Sequence[Work], rest: Sequence[Work]
+    ) -> list[Prefill]:
+        """Takes back the last prefills whose KV would go to the CPU, while both inequalities hold and above the floor."""
+        kept = list(prefills)
+        while kept and kept[-1][1] == "cpu":
+            fewer = SubBatch(_works(kept[:-1]), tuple(on_gpu), tuple(few))
+            stages = self.costs.stages((fewer, SubBatch(cpu_decodes=tuple(rest))))
+            if fewer.num_tokens < self.floor or min(stages.slack) < 0:
+                break
+            kept.pop()
+        return kept
+
+    def _step6_decide(
+        self, prefills: tuple[list[Prefill], list[Prefill]], on_gpu: Sequence[Work], few: list[Work], rest: list[Work],
+        forced: tuple[int, ...],
+    ) -> tuple[Candidate, Candidate, tuple[int, ...]]:  # fmt: skip
+        """The candidate with the larger x/T first; the inequalities rule out a two-batch one that breaks them."""
+        tried, kept = prefills
+        one = self.costs.candidate("GPU only", (SubBatch(_works(self._floored(tried, on_gpu)), tuple(on_gpu)),))
+        first = SubBatch(_works(kept), tuple(on_gpu), tuple(few))
+        two = self.costs.candidate("two batches", (first, SubBatch(cpu_decodes=tuple(rest))))
+        if not one.requests:  # nothing for the GPU: neither inequality admits anything, and whatever is on the CPU runs
+            waiting = [Work(r, r.num_computed, 1) for r in self.running]
+            two = self.costs.candidate("two batches", [SubBatch(cpu_decodes=half) for half in halves(waiting)])
+            forced = (-1,) if min(two.stages.slack) < 0 else ()
+            return two, one, forced
+        breaks = min(two.stages.slack) < 0
+        better = two.rate > one.rate and not breaks and bool(few or rest)
+        if better or (forced and (few or rest)) or (not self.greedy and (few or rest)):
+            return two, one, forced if forced and not better else ()
+        return one, two, ()
+
+    # ---- What they share ----
+
+    def _floored(self, prefills: Sequence[Prefill], on_gpu: Sequence[Work]) -> list[Prefill]:
+        """The GPU-only candidate's prefills: those of the CPU taken back from the end, down to the floor."""
+        kept, tokens = list(prefills), len(on_gpu) + sum(r.num_tokens for r, _ in prefills)
+        while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].num_tokens >= self.floor:
+            tokens -= kept.pop()[0].num_tokens
+        return kept
+
+    def _account(self, chosen: Candidate, few: list[Work], rest: list[Work], prefills: list[Prefill]) -> dict[int, str]:
+        """Counts who was passed over, and says of each request why it is where it is."""
+        reasons = {r.id: "waits: taken back in step 5, down to the floor" for r, _ in prefills}
+        for batch, text in zip(chosen.batches, ("batch-0", "batch-1"), strict=False):
+            for w in batch.prefills:
+                reasons[w.request.id] = f"{text}: prefill, KV to the {w.request.device} pool"
+            reasons.update((w.request.id, "batch-0: its KV is on the GPU") for w in batch.gpu_decodes)
+            reasons.update((w.request.id, f"{text}: CPU decode within its inequality") for w in batch.cpu_decodes)
+        served = {w.request for batch in chosen.batches for w in batch.cpu_decodes}
+        on_cpu = [r for r in self.running if r.device == "cpu" and decoding(r) and r not in served]
+        self.skipped = {r: self.skipped.get(r, 0) + 1 for r in on_cpu}
+        placed = {w.request for w in (*few, *rest)}
+        texts = ("skipped: it would break both inequalities", "skipped: GPU-only has the higher x/T")
+        reasons.update((r.id, texts[r in placed]) for r in on_cpu)
+        return reasons
+
+    def _homes(self) -> tuple[Device, ...]:
+        return ("gpu", "cpu")
+
+    def _make_way(self, victim: Request, moves: list[Move]) -> str:
+        """From the GPU to the CPU, where it goes on decoding; from the CPU nowhere, or the two could swap for ever."""
+        fits = self.blocks.fits_ever(victim, "cpu") and len(victim.block_table) <= self.blocks.free("cpu")
+        if victim.device == "cpu" or not fits:
+            self._drop(victim)
+            return "dropped, to be prefilled again"
+        moves.append(self.blocks.move(victim, "cpu"))
+        self.running.append(victim)
+        return "swapped out to the CPU"
+
+    def _resume(self, moves: list[Move], why: list[str]) -> None:
+        """Swaps in the oldest CPU-requests while a twentieth of the GPU pool stays free."""
+        on_gpu = sum(r.device == "gpu" for r in self.running)
+        for request in [r for r in self.running if r.device == "cpu" and self.blocks.fits_ever(r, "gpu")]:
+            slack = max(on_gpu, self.blocks.total["gpu"] // 20) if on_gpu else 0
+            if self.blocks.needed(request.num_tokens) + slack > self.blocks.free("gpu"):
+                return
+            moves.append(self.blocks.move(request, "gpu"))
+            self.blocks.grow(request, request.num_tokens)
+            on_gpu += 1
+            why.append(f"r{request.id} swapped in: {self.blocks.free('gpu')} gpu blocks stay free")
+
+
+class Asymmetric(Neo):
+    """NEO's pipeline (figure 5) filled by a fixed rule, steps 1 to 4 alone: the GPU until it is full, then the CPU."""
+
+    PATIENCE = 8
+    greedy = False
+
+    def _step5_reduce(
+        self, prefills: Sequence[Prefill], on_gpu: Sequence[Work], few: Sequence[Work], rest: Sequence[Work]
+    ) -> list[Prefill]:
+        return list(prefills)
+
+    def _floored(self, prefills: Sequence[Prefill], on_gpu: Sequence[Work]) -> list[Prefill]:
+        return list(prefills)
+
+
+class FastDecodePlus(Neo):
+    """The paper's FastDecode+ (figure 8): NEO's pipeline with every decode on the CPU, whether or not it can be hidden."""
+
+    greedy = False
+
+    def _homes(self) -> tuple[Device, ...]:
+        return ("cpu",)
+
+    def _resume(self, moves: list[Move], why: list[str]) -> None:
+        """Nobody decodes on the GPU."""
+
+    def _overflow(self, work: Work, few: list[Work], rest: list[Work], lighter0: bool) -> None:
+        (few if lighter0 else rest).append(work)
+
+
+class NeoReleased(Neo):
+    """The released code's constants: prefills trimmed to 128 tokens, and 0.8 ms of launches in each layer's CPU time."""
+
+    FLOOR = 128
+    LAUNCH_S = 8e-4
+
+    def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
+        super().__init__(config, blocks, costs and replace(costs, launch_s=self.LAUNCH_S))
+        self.floor = self.FLOOR
+
+
+POLICIES: dict[str, type[Scheduler]] = {
+    "gpu-only": Scheduler,
+    "gpu-only-unchunked": Unchunked,
+    "simple": SimpleOffloading,
+    "symmetric": Symmetric,
+    "asymmetric": Asymmetric,
+    "fastdecode+": FastDecodePlus,
+    "neo": Neo,
+    "neo-released": NeoReleased,
+}
+
+
+def _works(prefills: Sequence[Prefill]) -> tuple[Work, ...]:
+    return tuple(Work(r, 0, r.num_tokens) for r, _ in prefills)
+
+
+def _told(c: Candidate) -> str:
+    return f"{c.name}: {c.requests} requests in {c.seconds * 1e3:.1f} ms, {c.rate:.0f}/s"
