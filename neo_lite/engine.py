@@ -182,6 +182,8 @@ def check_prompt(prompt: Sequence[int], model: ModelConfig) -> None:
         raise NeoLiteError(f"the prompt is {prompt!r}: give a list of token ids") from None
     if not tokens:
         raise NeoLiteError("the prompt is empty: give at least one token")
+    if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < model.vocab_size:
+        return  # the usual case, without a look at each of 100,000 tokens
     for token in tokens:
         if not is_int(token):
             raise NeoLiteError(f"the prompt holds {token!r}: give a list of token ids, whole numbers")

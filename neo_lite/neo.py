@@ -203,7 +203,9 @@ class Neo(Scheduler):
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Swaps in the oldest CPU-requests while a twentieth of the GPU pool stays free."""
         on_gpu = sum(r.device == "gpu" for r in self.running)
-        for request in [r for r in self.running if r.device == "cpu" and self.blocks.fits_ever(r, "gpu")]:
+        for request in self.running:
+            if request.device == "gpu" or not self.blocks.fits_ever(request, "gpu"):
+                continue
             slack = max(on_gpu, self.blocks.total["gpu"] // 20) if on_gpu else 0
             if self.blocks.needed(request.num_tokens) + slack > self.blocks.free("gpu"):
                 return
