@@ -248,7 +248,8 @@ def test_wheel_holds_the_kernels_that_are_compiled_at_run_time(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     kernels = {f"neo_lite/{name}" for name in sources if Path(name).parent == Path("kernels")}
-    assert kernels and kernels <= names
+    fits = {f"neo_lite/{name}" for name in sources if name.startswith("data/workloads/")}
+    assert kernels and kernels <= names and fits and fits <= names
     assert {f"neo_lite/{module}.py" for module in MODULES} <= names
 
 
