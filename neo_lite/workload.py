@@ -23,8 +23,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from math import inf, isfinite
-from operator import itemgetter
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,13 @@ from neo_lite.config import NeoLiteError, is_int
 from neo_lite.machine import cache_folder
 
 NAMES = ("osc", "azure-code", "azure-conv")  # each has a file in data/workloads/: its fit, its address, its checksum
-COLUMNS = "TIMESTAMP,ContextTokens,GeneratedTokens"
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 RECORDED = "@trace"
 _HERE = Path(__file__).parent
 FITS_DIR = (_HERE if (_HERE / "data").is_dir() else _HERE.parent) / "data" / "workloads"
 MAX_COUNT = 10_000_000
 MAX_TOKENS = 2**31
 MIN_RATE_PER_S = 1e-6
-DOWNLOAD_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -198,13 +196,12 @@ def load_trace(name: str, download: bool = False) -> Trace:
 
 def _fetch(fit: dict[str, Any], path: Path) -> None:
     """Into the cache, whole and checked or not at all; nothing is done if it is there."""
-    import http.client  # both slow to import, and needed here only
-    import urllib.request
+    import urllib.request  # slow to import, and needed here only
 
     try:
         if os.path.isfile(path) and hashlib.sha256(path.read_bytes()).hexdigest() == fit["sha256"]:
             return
-        with urllib.request.urlopen(fit["url"], timeout=DOWNLOAD_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(fit["url"], timeout=20.0) as answer:
             raw = answer.read()
         if (digest := hashlib.sha256(raw).hexdigest()) != fit["sha256"]:
             raise OSError(f"its sha256 is {digest:.12}, not {fit['sha256']:.12}")
@@ -212,7 +209,7 @@ def _fetch(fit: dict[str, Any], path: Path) -> None:
         part = path.with_suffix(f".{os.getpid()}")
         part.write_bytes(raw)
         os.replace(part, path)
-    except (OSError, http.client.HTTPException) as error:  # no network, a time-out, a broken transfer, no room
+    except Exception as error:  # urllib's, http's and the disk's own kinds
         remedy = f"get online, set NEO_LITE_DATA to a folder that holds {path.name}, or use the fit"
         raise NeoLiteError(f"{fit['url']} could not be fetched to {path.parent} ({error}): {remedy}") from error
 
@@ -238,21 +235,20 @@ def _read(path: Path, sha256: str = "", limit: int | None = None) -> Trace:
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[float, int, int]]:
     """(time, prompt, output) of each line; raises NeoLiteError with the line that is malformed and what it holds."""
     rows = ([field.strip(' "') for field in line.split(",")] for line in text.splitlines())
-    header, before_s = next(rows, []), -inf
-    if not set(COLUMNS.split(",")) <= set(header):
-        raise NeoLiteError(f"{path}, line 1, holds {','.join(header)!r:.120}: name the columns {COLUMNS} there")
-    wanted = itemgetter(*map(header.index, COLUMNS.split(",")))
+    header, before_s, wanted = next(rows, []), -1e300, ", ".join(COLUMNS)
+    if not set(COLUMNS) <= set(header):
+        raise NeoLiteError(f"{path}, line 1, holds {','.join(header)!r:.120}: name the columns {wanted}")
+    where = [header.index(name) for name in COLUMNS]
     for number, row in enumerate(rows, 2):
         if row == [""]:
             continue
         try:
-            stamp, *lengths = wanted(row)
-            time_s, prompt, output = _seconds(stamp), *map(int, lengths)
-            sound = before_s <= time_s and min(prompt, output) > 0 and max(prompt, output) < MAX_TOKENS
+            time_s, prompt, output = _seconds(row[where[0]]), int(row[where[1]]), int(row[where[2]])
+            sound = before_s <= time_s < inf and 0 < prompt < MAX_TOKENS and 0 < output < MAX_TOKENS  # nan is not
         except (ValueError, IndexError):
             sound = False
         if not sound or len(row) != len(header):
-            remedy = f"write {COLUMNS}, times in order, tokens from 1 on"
+            remedy = f"write {wanted}, times in order, tokens from 1 on"
             raise NeoLiteError(f"{path}, line {number}, holds {','.join(row)!r:.120}: {remedy}")
         yield time_s, prompt, output
         before_s = time_s
@@ -262,9 +258,7 @@ def _seconds(stamp: str) -> float:
     """A number of seconds, or a date and time of day (UTC), such as 2023-11-16 18:17:03.9799600."""
     if match := re.fullmatch(r"([0-9-]{10}[ T][0-9:]{8})(\.[0-9]+)?(Z|\+00:00)?", stamp):
         return datetime.fromisoformat(match[1]).replace(tzinfo=timezone.utc).timestamp() + float(match[2] or 0)
-    if not isfinite(seconds := float(stamp)):
-        raise ValueError
-    return seconds
+    return float(stamp)
 
 
 # ---- What callers do with arrivals ----
