@@ -50,7 +50,7 @@ class Curve:
     def within(self, seconds: np.ndarray) -> np.ndarray:
         """The largest x that takes no longer than each of `seconds`; 0 where not even the first point does."""
         rising = self._ys + np.arange(len(self._ys)) * 1e-18  # on a level stretch the last x counts
-        return np.where(seconds < self._ys[0], 0.0, np.interp(seconds * (1 - 1e-9), rising, self._xs))
+        return np.where(seconds < self._ys[0], 0.0, np.interp(seconds, rising, self._xs))
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Stages:
         """What is left of both inequalities, Tca1 <= Tl0 and Tca0 <= Tl1 + Tga0; none may be negative."""
         return self.l0 - self.ca1, self.l1 + self.pref0 + self.ga0 - self.ca0
 
+    @property
+    def holds(self) -> bool:
+        """Both inequalities, up to rounding."""
+        return min(self.slack) >= -1e-9 * self.layer
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -97,7 +102,7 @@ class Candidate:
     @property
     def rate(self) -> float:
         """x/T, the paper's objective: requests (tokens) a second."""
-        return self.requests / self.seconds if self.requests else 0.0
+        return self.requests / max(self.seconds, 1e-12)
 
 
 @dataclass(frozen=True)
@@ -205,13 +210,14 @@ def kv_tokens(works: Iterable[Work]) -> int:
 WIDTHS = sorted({round(2 ** (i / 4)) for i in range(4 * 17 + 1)})  # 1 to 131,072, four points an octave
 
 
-def roofline(hardware: HardwareSpec, model: ModelConfig, dtype: str = "float16", ranks: int = 1) -> Profile:
+def roofline(hardware: HardwareSpec, model: ModelConfig, dtype: str = "float16", ranks: int = 0) -> Profile:
     """The profile of a machine that nobody has measured, at points close enough to interpolate between.
 
     A stage takes ((bytes / bandwidth)^p + (FLOPs / rate)^p)^(1/p): p = infinity is the textbook's roofline, and
-    `hardware.sharpness` what a GPU was seen to do near the ridge. With `ranks`, each has its share of heads and columns.
+    `hardware.sharpness` what a GPU was seen to do near the ridge. Each of `ranks` (0: all GPUs) has its share of heads,
+    columns and of the host's memory bandwidth, and a link of its own.
     """
-    h, size = hardware, DTYPE_BYTES[dtype]
+    h, size, ranks = hardware, DTYPE_BYTES[dtype], ranks or hardware.num_gpus
     weights = model.layer_parameters / ranks
     kv_bytes = 2 * model.num_kv_heads * model.head_dim * size / ranks  # of one token in one layer
     head = model.vocab_size * model.hidden_size / ranks
@@ -224,7 +230,7 @@ def roofline(hardware: HardwareSpec, model: ModelConfig, dtype: str = "float16",
     def all_reduce_s(n: int) -> float:
         return 2 * (h.all_reduce_s + n * model.hidden_size * size / h.all_reduce_bytes_per_s) if ranks > 1 else 0.0
 
-    cpu_bytes_per_s, link = h.cpu_bytes_per_s, h.link_bytes_per_s
+    cpu_bytes_per_s, link = h.cpu_bytes_per_s / ranks, h.link_bytes_per_s
     return Profile(
         model.num_layers,
         linear=Curve([(n, time_s(weights * size, 2 * weights * n)) for n in WIDTHS]),
@@ -232,7 +238,7 @@ def roofline(hardware: HardwareSpec, model: ModelConfig, dtype: str = "float16",
         gpu_attn=Curve([(n, n * kv_bytes / h.gpu_attn_bytes_per_s + h.kernel_s) for n in WIDTHS]),
         cpu_attn=Curve([(n, n * kv_bytes / cpu_bytes_per_s + h.cpu_dispatch_s) for n in WIDTHS]),
         head=Curve([(n, time_s(head * size, 2 * head * n)) for n in WIDTHS[:45]]),
-        transfer=Curve([(1.0, 0.0), (link, 1.0)]), all_reduce=Curve([(n, all_reduce_s(n)) for n in WIDTHS]),
+        transfer=Curve([(1.0, 0.0), (link * ranks, 1.0)]), all_reduce=Curve([(n, all_reduce_s(n)) for n in WIDTHS]),
         cpu_request_tokens=2 * width * size / link * cpu_bytes_per_s / kv_bytes, overhead_s=h.overhead_s,
         model=model.name, dtype=dtype, threads=h.cpu_threads, stamp={"hardware": h.name, **asdict(h)},
     )  # fmt: skip

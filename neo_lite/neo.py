@@ -137,7 +137,7 @@ class Neo(Scheduler):
         while kept and kept[-1][1] == "cpu":
             fewer = SubBatch(_works(kept[:-1]), tuple(on_gpu), tuple(few))
             stages = self.costs.stages((fewer, SubBatch(cpu_decodes=tuple(rest))))
-            if fewer.num_tokens < self.floor or min(stages.slack) < 0:
+            if fewer.num_tokens < self.floor or not stages.holds:
                 break
             kept.pop()
         return kept
@@ -154,10 +154,9 @@ class Neo(Scheduler):
         if not one.requests:  # nothing for the GPU: neither inequality admits anything, and whatever is on the CPU runs
             waiting = [Work(r, r.num_computed, 1) for r in self.running]
             two = self.costs.candidate("two batches", [SubBatch(cpu_decodes=half) for half in halves(waiting)])
-            forced = (-1,) if min(two.stages.slack) < 0 else ()
+            forced = () if two.stages.holds else (-1,)
             return two, one, forced
-        breaks = min(two.stages.slack) < 0
-        better = two.rate > one.rate and not breaks and bool(few or rest)
+        better = two.rate > one.rate and two.stages.holds and bool(few or rest)
         if better or (forced and (few or rest)) or (not self.greedy and (few or rest)):
             return two, one, forced if forced and not better else ()
         return one, two, ()
