@@ -108,7 +108,10 @@ MODELS: Mapping[str, ModelConfig] = {  # exact shapes, for random weights, the c
 
 @dataclass(frozen=True)
 class HardwareSpec:
-    """A machine as a roofline sees it. `sources` says, for every number, where it comes from."""
+    """A machine as a roofline sees it. `sources` says, for every number, where it comes from.
+
+    With `num_gpus`, GPU rates, memory and links are those of each; the CPU's belong to all of them together.
+    """
 
     name: str
     gpu_bytes_per_s: float  # what linear layers read
@@ -119,6 +122,7 @@ class HardwareSpec:
     cpu_memory_bytes: float
     cpu_threads: int
     link_bytes_per_s: float  # between host and GPU, one way
+    num_gpus: int = 1
     sharpness: float = 1.2  # of the ridge: see cost_model.roofline
     kernel_s: float = 1e-5  # the least a GPU kernel takes
     cpu_dispatch_s: float = 8.2e-5  # copy, host node and copy with nothing in them

@@ -38,7 +38,7 @@ READING_PATH = CONTROL_PLANE + DATA_PLANE
 # Called along the way and read when needed: `machine` (what hardware this is), `checkpoint` (files of weights),
 # `gpu_attention` (the Triton kernel).
 ORDER = [
-    "__init__", "config", "machine", *CONTROL_PLANE[1:], "checkpoint", "kv_cache", "cpu_attention", "gpu_attention",
+    "__init__", "config", "machine", *CONTROL_PLANE[1:], "hardware", "checkpoint", "kv_cache", "cpu_attention", "gpu_attention",
     "attention", "model", "streams", "pipeline", "profiler", "api", "quality", "bench", "kernel_bench", "parallel", "plots",
     "exercise", "figures", "explorer", "__main__",
 ]  # fmt: skip
@@ -143,7 +143,7 @@ def test_the_import_reader_sees_every_form() -> None:
     assert imported_modules(ast.parse(source)) == {"engine", "model", "blocks"}
 
 
-@pytest.mark.parametrize("module", ["", *[f".{name}" for name in CONTROL_PLANE if name in MODULES]])
+@pytest.mark.parametrize("module", ["", *[f".{name}" for name in [*CONTROL_PLANE, "hardware"] if name in MODULES]])
 def test_control_plane_works_without_torch(module: str) -> None:
     code = f"import sys; sys.modules.update(torch=None, transformers=None); import neo_lite{module}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,132 @@
+"""Machines as rooflines, from data/hardware.json: every number with its source, achievable rates, not peaks. Torch-free.
+
+Calibrated only against datasheets, measurements and the paper's GPU-only curves, never against NEO's. `find` gives a preset
+by its name, `costs_of` the cost model of a model on it: a shipped profile where somebody measured one, else the roofline.
+Called by `python -m neo_lite simulate`, the notebooks and the explorer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from neo_lite import machine
+from neo_lite.config import HardwareSpec, ModelConfig, NeoLiteError
+from neo_lite.cost_model import Profile, roofline
+
+Part = Mapping[str, tuple[float, str]]  # field -> its value and where that comes from
+_HERE = Path(__file__).parent
+DATA_DIR = (_HERE if (_HERE / "data").is_dir() else _HERE.parent) / "data"
+
+
+def _spec(name: str, *parts: Part) -> HardwareSpec:
+    merged = {key: value for part in (_FILE["parts"]["common"], *parts) for key, value in part.items()}
+    values: dict[str, Any] = {key: value for key, (value, _) in merged.items()}
+    return HardwareSpec(name, **values, sources={key: source for key, (_, source) in merged.items()})
+
+
+_FILE = json.loads((DATA_DIR / "hardware.json").read_text())
+HARDWARE: Mapping[str, HardwareSpec] = {
+    name: _spec(name, *(_FILE["parts"][part] for part in parts)) for name, parts in _FILE["presets"].items()
+}
+
+
+def find(name: str) -> HardwareSpec:
+    """A preset, or `here`: the machine at hand, measured now. Raises NeoLiteError."""
+    if name == "here":
+        return here()
+    if name not in HARDWARE:
+        raise NeoLiteError(
+            f"hardware {name!r} is unknown: choose here, a profile's file, or one of {', '.join(HARDWARE)}"
+        )
+    return HARDWARE[name]
+
+
+def costs_of(spec: HardwareSpec, model: ModelConfig, dtype: str = "float16") -> Profile:
+    """Of a model on a machine: the profile shipped for the two if there is one, else the roofline."""
+    path = DATA_DIR / "profiles" / f"{spec.name}_{model.name}_{dtype}.json"
+    return Profile.load(path) if path.exists() else roofline(spec, model, dtype)
+
+
+def gpu_kv_tokens(spec: HardwareSpec, model: ModelConfig, dtype: str, max_batched_tokens: int) -> int:
+    """What the card holds beside weights and activations, as vLLM counts: nine tenths of it, less 256 MiB for CUDA.
+
+    The paper's cards: 864 tokens of Llama-2-7B on a T4, 26,400 of Llama-3.1-8B on an A10G.
+    """
+    rows = 2 * model.intermediate_size + 4 * model.hidden_size  # numbers alive at the widest point of a layer
+    activations = max_batched_tokens * rows * 2 + 2**28
+    free = 0.9 * spec.gpu_memory_bytes - activations - model.weight_bytes(dtype) / spec.num_gpus
+    tokens = int(spec.num_gpus * free / model.kv_bytes_per_token(dtype))
+    if tokens < 16:
+        raise NeoLiteError(
+            f"{spec.name} holds {spec.num_gpus * spec.gpu_memory_bytes / 2**30:.1f} GiB and {model.name} in {dtype} needs"
+            f" {model.weight_bytes(dtype) / 2**30:.1f} GiB and {activations / 2**30:.1f} GiB to work in: choose a larger card"
+            " or a smaller model"
+        )
+    return tokens
+
+
+# ---- The machine at hand ----
+
+
+def here() -> HardwareSpec:
+    """This machine, measured in about two seconds: a CPU takes the place of the GPU where there is none."""
+    gb_per_s = machine.measure_read_bandwidth()["gb_per_s"]
+    read = gb_per_s * 1e9 if gb_per_s else _numpy_read_bytes_per_s()
+    host: Part = {
+        "cpu_bytes_per_s": (read, "streaming read, measured now"),
+        "cpu_memory_bytes": (machine.available_memory_bytes(), "available now"),
+        "cpu_threads": (machine.usable_cores(), "usable cores"),
+    }
+    return _spec("here", _gpu_here() or _cpu_as_gpu(read), host)
+
+
+def _gpu_here() -> Part | None:
+    torch, card = machine._torch(), machine.gpu()
+    if card is None:
+        return None
+    sync = torch.cuda.synchronize
+    a = torch.empty(4096, 4096, dtype=torch.float16, device="cuda").normal_()
+    big, pinned = torch.empty(2**28, dtype=torch.float32, device="cuda"), torch.empty(2**26, pin_memory=True)
+    copy = 2 * big.nbytes / _best_s(lambda: (big.clone(), sync()))
+    return {
+        "gpu_bytes_per_s": (copy, "a copy of 1 GiB, measured now"),
+        "gpu_flops_per_s": (2 * 4096**3 / _best_s(lambda: (a @ a, sync())), "torch fp16 matmul at 4096, measured now"),
+        "gpu_attn_bytes_per_s": (0.72 * copy, _FILE["parts"]["t4"]["gpu_attn_bytes_per_s"][1]),
+        "gpu_memory_bytes": (card["memory_bytes"], "torch.cuda"),
+        "link_bytes_per_s": (pinned.nbytes / _best_s(lambda: (pinned.cuda(), sync())), "a pinned copy, measured now"),
+    }
+
+
+def _cpu_as_gpu(read: float) -> Part:
+    a = np.ones((1024, 1024), dtype=np.float32)
+    return {
+        "gpu_bytes_per_s": (read, "no GPU here: the CPU's streaming read"),
+        "gpu_flops_per_s": (
+            2 * 1024**3 / _best_s(lambda: a @ a),
+            "no GPU here: numpy fp32 matmul at 1024, measured now",
+        ),
+        "gpu_attn_bytes_per_s": (read, "no GPU here: the CPU's streaming read"),
+        "gpu_memory_bytes": (machine.available_memory_bytes() / 2, "no GPU here: half of the available memory"),
+        "link_bytes_per_s": (read / 2, "no GPU here: a copy reads and writes"),
+    }
+
+
+def _numpy_read_bytes_per_s() -> float:
+    buffer = np.ones(2**26, dtype=np.float32)
+    return buffer.nbytes / _best_s(buffer.sum)
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """The fastest of four runs, the first to warm up."""
+    times_s = []
+    for _ in range(4):
+        start_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - start_s)
+    return min(times_s[1:])
