@@ -15,6 +15,7 @@ for the other device. Each query head h uses KV head h // group_size (GQA).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neo_lite.config import NeoLiteError
 from neo_lite.cpu_attention import Kernel, KernelSpec, load_kernel
 
 Backend = Callable[..., Tensor]
@@ -76,23 +78,33 @@ def gathered_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: T
     valid = torch.arange(keys.shape[1], device=q.device) < view.seq_lens[:, None]  # [sequences, width * block_size]
     # what was never written may be NaN, and 0 x NaN is NaN: the mask alone does not keep it out
     keys, values = (x.masked_fill_(~valid[..., None, None], 0.0).transpose(1, 2) for x in (keys, values))
-    gqa = q.shape[1] != keys.shape[1]
-    out = F.scaled_dot_product_attention(q[:, :, None], keys, values, valid[:, None, None], enable_gqa=gqa)
-    return out[:, :, 0]
+    q = q.unflatten(1, (keys.shape[1], -1))  # the query heads of a group as so many queries of one KV head: no copies
+    return F.scaled_dot_product_attention(q, keys, values, valid[:, None, None]).flatten(1, 2)
 
 
 def triton_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
     """The same in place, on a GPU with Triton (compute capability 8.0 and up)."""
     from neo_lite.gpu_attention import paged_decode
 
-    return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens, max(view.lens))
+    return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens)
 
 
 def gpu_decode_backend(device: torch.device) -> Backend:
     """Triton from compute capability 8.0 on; below it, and on a machine without a GPU, gathered SDPA."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return triton_decode
-    return gathered_decode
+    return triton_decode if device.type == "cuda" and capability(device) >= (8, 0) else gathered_decode
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The card's compute capability. $NEO_LITE_ASSUME=sm75 makes a newer card run what a T4 would run: fp16, no Triton,
+    no flash kernel (which torch has from 8.0 on, and cuDNN's too)."""
+    assumed = os.environ.get("NEO_LITE_ASSUME", "")
+    if assumed not in ("", "sm75"):
+        raise NeoLiteError(f"NEO_LITE_ASSUME is {assumed!r}: leave it out, or say sm75")
+    if assumed:
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        return (7, 5)
+    return torch.cuda.get_device_capability(device)
 
 
 def cpu_kernel_decode(
@@ -124,12 +136,14 @@ def gather(k_cache: Tensor, v_cache: Tensor, view: View, i: int) -> tuple[Tensor
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """[new, q_heads, d] x [all, kv_heads, d] -> [new, q_heads, d]; the new tokens are the last of all."""
-    new, total = q.shape[0], k.shape[0]
+    new, total, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     mask = None
     if causal and new < total:  # is_causal would align the first query with the first key
         mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+    if group > 1 and q.is_cuda and (mask is not None or capability(q.device) < (8, 0)):
+        # torch's memory-efficient kernel, all that is left without the flash kernel, knows no GQA; the third writes out
+        # all scores
+        k, v, group = *(x.repeat_interleave(group, dim=1) for x in (k, v)), 1
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, enable_gqa=group > 1)
     return out.squeeze(0).transpose(0, 1)

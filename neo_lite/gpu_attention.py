@@ -3,7 +3,9 @@
 The limit is the card's memory bandwidth. One program reads a split of one sequence's tokens in one KV head, for all query
 heads of its group, with a running softmax; a few long sequences are split until they fill the card, and a second kernel
 merges the splits (flash decoding). Splits as long as that allows: on 8 SMs of an H200, 20 requests of 1,200 tokens are read
-at 328 GB/s in splits of 256 tokens and four warps, at 451 whole and with two. Needs compute capability 8.0.
+at 328 GB/s in splits of 256 tokens and four warps, at 451 whole and with two. How many splits depends on the number of
+sequences alone, and each sequence is shared out by its own length on the GPU: a CUDA graph serves all lengths. Needs
+compute capability 8.0.
 """
 
 from __future__ import annotations
@@ -16,19 +18,28 @@ import triton
 import triton.language as tl
 
 TILE = 64  # tokens in one step of a program
+WARPS, STAGES = 2, 2
+LEAST = 256  # tokens of a split
 PROGRAMS_PER_SM = 8
 
 
 @triton.jit
+def _share(seq_len, splits, LEAST: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tokens of one split of a sequence: equal shares, in whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, splits), TILE) * TILE, LEAST)
+
+
+@triton.jit(do_not_specialize=("q_stride", "width", "splits"))
 def _attend(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, max_ptr, sum_ptr, q_stride, width, splits, split_tokens,
-    scale,
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, max_ptr, sum_ptr, q_stride, width, splits, scale,
+    LEAST: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out, max, sum [sequences, kv_heads, splits, GROUP]: the softmax and V sum of one split, not yet normalised."""
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(lens_ptr + seq)
+    split_tokens = _share(seq_len, splits, LEAST, TILE)
     first = split * split_tokens
     rows, dims, places = tl.arange(0, ROWS), tl.arange(0, DIM_POW2), tl.arange(0, TILE)
     real = (rows[:, None] < GROUP) & (dims[None] < DIM)
@@ -58,15 +69,16 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + place[:, None] * DIM + dims[None], acc, real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("splits",))
 def _merge(  # type: ignore[no-untyped-def]
-    out_ptr, max_ptr, sum_ptr, lens_ptr, result_ptr, splits, split_tokens, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+    out_ptr, max_ptr, sum_ptr, lens_ptr, result_ptr, splits, LEAST: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
 ):  # fmt: skip
     """One query head of one sequence: the splits weighted by 2^max and divided by the sum of all."""
     seq, q_head = tl.program_id(0), tl.program_id(1)
     head, row, dims = q_head // GROUP, q_head % GROUP, tl.arange(0, DIM_POW2)
-    used = (tl.load(lens_ptr + seq) + split_tokens - 1) // split_tokens
+    seq_len = tl.load(lens_ptr + seq)
+    used = tl.cdiv(seq_len, _share(seq_len, splits, LEAST, TILE))
     top, total = float("-inf"), 0.0
     acc = tl.zeros([DIM_POW2], tl.float32)
     for split in range(used):
@@ -82,29 +94,26 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def paged_decode(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
-    max_seq_len: int,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
     """q [sequences, q_heads, head_dim] (rows may be strided), caches [blocks, kv_heads, block_size, head_dim],
-    block_table and seq_lens int32; `max_seq_len` bounds seq_lens. Returns [sequences, q_heads, head_dim]."""
+    block_table and seq_lens int32; a sequence of 0 tokens gives zeros. Returns [sequences, q_heads, head_dim]."""
     count, q_heads, dim = q.shape
     _, heads, block, _ = k_cache.shape
-    group, tiles = q_heads // heads, -(-max_seq_len // TILE)
-    wanted = -(-PROGRAMS_PER_SM * multiprocessors() // (count * heads))
-    per_split = -(-tiles // max(1, min(wanted, tiles // 4)))  # tiles
-    splits, split_tokens = -(-tiles // per_split), per_split * TILE
+    group, splits = q_heads // heads, max(1, -(-PROGRAMS_PER_SM * multiprocessors() // (count * heads)))
     assert q.stride()[1:] == (dim, 1) and k_cache.is_contiguous() and v_cache.is_contiguous()
     out = torch.empty(count * heads * splits * group, dim, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(count * heads * splits * group, dtype=torch.float32, device=q.device) for _ in range(2))
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sizes = dict(HEADS=heads, GROUP=group, DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)))
     tile = TILE if q.dtype != torch.float32 and dim <= 128 else TILE // 2
+    sizes = dict(
+        HEADS=heads, GROUP=group, DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), LEAST=LEAST, TILE=tile
+    )
     _attend[(count, heads, splits)](
-        q, k_cache, v_cache, block_table, seq_lens, out, maxima, sums, q.stride(0), block_table.shape[1], splits, split_tokens,
-        dim**-0.5,
-        ROWS=max(16, triton.next_power_of_2(group)), BLOCK=block, TILE=tile, num_warps=2, num_stages=2, **sizes,
+        q, k_cache, v_cache, block_table, seq_lens, out, maxima, sums, q.stride(0), block_table.shape[1], splits, dim**-0.5,
+        ROWS=max(16, triton.next_power_of_2(group)), BLOCK=block, num_warps=WARPS, num_stages=STAGES, **sizes,
     )  # fmt: skip
-    _merge[(count, q_heads)](out, maxima, sums, seq_lens, result, splits, split_tokens, num_warps=1, **sizes)
+    _merge[(count, q_heads)](out, maxima, sums, seq_lens, result, splits, num_warps=1, **sizes)
     return result
 
 

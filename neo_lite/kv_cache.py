@@ -56,20 +56,28 @@ class KVPool:
         """What an int8 pool's reader needs besides k and v of a layer; nothing for the others."""
         return {n: t[layer] for n, t in self.tensors.items() if n.endswith("scale")}
 
-    def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens]: block * block_size + place in the block."""
-        self.put(layer, k, v, slots // self.block_size, slots % self.block_size)
+    def rows(self, slots: Tensor) -> Tensor:
+        """Where `slots` [tokens] (block * block_size + place in the block) lie in a layer seen as rows of head_dim
+        numbers: int64 [tokens, kv_heads]."""
+        slots, heads, size = slots.long(), self.k.shape[2], self.block_size
+        head = torch.arange(heads, device=slots.device)
+        return ((slots // size * heads)[:, None] + head) * size + (slots % size)[:, None]
 
-    def put(self, layer: int, k: Tensor, v: Tensor, blocks: Tensor, places: Tensor) -> None:
-        """The same, with blocks and places worked out before, once for all layers.
+    def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens]."""
+        self.put(layer, k, v, self.rows(slots))
+
+    def put(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> None:
+        """The same, with `places` = `rows(slots)` worked out before, once for all layers.
 
         From the GPU into the CPU pool it is a kernel that writes pinned host memory over the link.
         """
         tensors = self.seen(k.is_cuda)
         for name, x in (("k", k), ("v", v)):
             if self.int8:
-                x, tensors[name + "_scale"][layer][blocks, :, places] = quantize(x)
-            tensors[name][layer][blocks, :, places] = x
+                x, scale = quantize(x)
+                tensors[name + "_scale"][layer].view(-1)[places] = scale
+            tensors[name][layer].view(-1, x.shape[-1])[places] = x
 
     def seen(self, by_gpu: bool) -> dict[str, Tensor]:
         """The tensors as the GPU or as the host addresses them."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -27,53 +26,15 @@ from torch import Tensor
 
 from neo_lite import attention
 from neo_lite.attention import Backend
-from neo_lite.config import EngineConfig
+from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cpu_attention import CompilerMissing, Kernel
+from neo_lite.graphs import Graphs
 from neo_lite.kv_cache import KVCache
 from neo_lite.model import Llama, sample
-from neo_lite.request import IterationPlan, Request, SubBatch, Work
-from neo_lite.streams import Cuda, Host, Pending
+from neo_lite.request import IterationPlan
+from neo_lite.rows import Part, Rows, rows_of
+from neo_lite.streams import Cuda, Host, Pending, failure
 from neo_lite.timeline import Timeline
-
-
-class Rows:
-    """The tensors of one sub-batch: what every layer needs to know of its rows, made once an iteration."""
-
-    def __init__(self, batch: SubBatch, block_size: int, device: torch.device) -> None:
-        leaving = [w for w in batch.prefills if w.request.device == "cpu"]
-        prefills = (*leaving, *(w for w in batch.prefills if w.request.device == "gpu"))
-        works = (*prefills, *batch.gpu_decodes, *batch.cpu_decodes)
-        pairs = [(w.request, p) for w in works for p in range(w.start, w.seq_len)]
-        self.tokens = torch.tensor([r.token(p) for r, p in pairs], device=device)  # [tokens]
-        self.positions = torch.tensor([p for _, p in pairs], device=device)  # [tokens]
-        ends = torch.tensor([w.length for w in works]).cumsum(0) - 1
-        self.samples = [w.request for w in works if w.samples]
-        self.last = ends[[w.samples for w in works]].to(device)  # the row of each request that samples
-        parts = [prefills, batch.gpu_decodes, batch.cpu_decodes]
-        self.prefills, self.gpu_decodes, self.cpu_decodes = _parts(parts, block_size, device)
-        first, end = sum(w.length for w in leaving), len(pairs) - len(batch.cpu_decodes)
-        # new KV that the compute stream sees to: of leaving prefills to the CPU pool, of the rest to the GPU pool
-        self.to_cpu, self.to_gpu = (
-            _stored(pairs, rows, block_size, device) for rows in (slice(first), slice(first, end))
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """The rows of one kind in a sub-batch, served by one attention backend."""
-
-    works: tuple[Work, ...]
-    rows: slice
-    view: attention.View
-
-    def new_places(self, size: int) -> tuple[Tensor, Tensor]:
-        """The block and the place in it of each decode's new token, from the host's copy of the view."""
-        last = self.view.seq_lens.long() - 1
-        return self.view.block_table.long().gather(1, (last // size)[:, None])[:, 0], last % size
-
-    @property
-    def requests(self) -> list[int]:
-        return [w.request.id for w in self.works]
 
 
 class Pipeline:
@@ -91,75 +52,95 @@ class Pipeline:
             self.streams = Cuda(timeline, self.cpu_decode, kernel, model.config, config)
         else:
             self.streams = Host(timeline, self.cpu_decode)
+        on_streams = isinstance(self.streams, Cuda) and self.gpu_decode is attention.triton_decode and not model.shard
+        self.graphs = Graphs(self.forward, self.cache, self.streams) if on_streams else None
+
+    def run(self, plan: IterationPlan) -> dict[int, int]:
+        """One iteration: request id -> next token of each request that samples. Raises NeoLiteError where the GPU's memory
+        does not suffice, or the GPU has failed."""
+        try:
+            return self._run(plan)
+        except RuntimeError as error:
+            problem = failure(error)
+            if problem is None:
+                raise
+        torch.cuda.empty_cache()  # out here, where no traceback holds the iteration's tensors any more
+        raise NeoLiteError(problem)
 
     @torch.inference_mode()
-    def run(self, plan: IterationPlan) -> dict[int, int]:
-        """One iteration: request id -> next token of each request that samples."""
-        size, device = self.config.block_size, self.model.device
+    def _run(self, plan: IterationPlan) -> dict[int, int]:
         self.streams.begin()
         try:
             swapped = self._swap(plan)
-            batches = [Rows(batch, size, device) for batch in plan.batches if len(batch)]
-            logits = alternate([self._layers(rows, slot, swapped) for slot, rows in enumerate(batches)])
+            batches = [rows_of(batch, self.cache) for batch in plan.batches if len(batch)]
             requests = [r for rows in batches for r in rows.samples]
-            tokens = self.sample(torch.cat(logits), requests) if requests else []
+            decodes_only = not swapped and not any(rows.prefills.works for rows in batches)
+            if self.graphs and batches and decodes_only and not self.timeline.enabled:
+                logits = self.graphs.run(batches)
+            else:
+                logits = self.forward(batches, swapped)
+            tokens = self.sample(logits, requests) if requests else []
         finally:
             self.streams.finish()
         return {r.id: token for r, token in zip(requests, tokens, strict=True)}
 
-    def _layers(self, rows: Rows, slot: int, swapped: list[Any]) -> Generator[None, None, Tensor]:
-        """One sub-batch through all layers; stops in each, once its CPU attention is under way. Returns the logits."""
+    def forward(self, batches: Sequence[Rows], swapped: Sequence[Any] = ()) -> Tensor:
+        """All layers, of two sub-batches in turn, and the head: float32 logits [requests that sample, vocabulary]."""
+        last = alternate([self._layers(rows, i, swapped) for i, rows in enumerate(batches)])
+        with self.streams.stage("gpu", "head"):  # for all at once: its weights are a fifteenth of an 8B model's
+            return self.model.head(torch.cat(last)) if last else torch.empty(0)
+
+    def _layers(self, rows: Rows, batch: int, swapped: Sequence[Any]) -> Generator[None, None, Tensor]:
+        """One sub-batch through all layers; stops in each, once its CPU attention is under way. Returns the hidden states
+        [requests that sample, hidden] that the head reads."""
         model, stage = self.model, self.streams.stage
-        with stage("gpu", "embed", batch=slot):
+        with stage("gpu", "embed", batch=batch):
             x, rope = model.embed(rows.tokens), model.rope(rows.positions)
         for layer in range(model.config.num_layers):
             if swapped:
                 self.streams.wait(swapped[layer])
-            with stage("gpu", "pre", layer=layer, batch=slot):
+            with stage("gpu", "pre", layer=layer, batch=batch):
                 q, k, v = model.pre_attention(layer, x, rope)
-            pending = self.start_cpu(rows.cpu_decodes, slot, layer, q, k, v)
+            pending = self.start_cpu(rows.cpu_decodes, batch, layer, q, k, v)
             self._store(layer, rows, k, v)
-            attn = self._gpu_attention(rows, slot, layer, q, k, v)
+            attn = self._gpu_attention(rows, batch, layer, q, k, v)
             yield
             if pending is not None:
                 attn.append(pending())
-            with stage("gpu", "post", layer=layer, batch=slot):
+            with stage("gpu", "post", layer=layer, batch=batch):
                 x = model.post_attention(layer, torch.cat(attn) if len(attn) > 1 else attn[0], x)
-        with stage("gpu", "head", batch=slot):
-            return model.head(x[rows.last])
+        return x.index_select(0, rows.last)
 
-    def start_cpu(self, part: Part, slot: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Pending | None:
+    def start_cpu(self, part: Part, batch: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Pending | None:
         if not part.works:
             return None
         q, k, v = (t[part.rows] for t in (q, k, v))
         if isinstance(self.streams, Host) and q.is_cuda:  # no kernel to put on a stream: wait for torch instead
-            pending = self.streams.cpu_attention(slot, self.cache.pools["cpu"], layer, part, q.cpu(), k.cpu(), v.cpu())
+            pending = self.streams.cpu_attention(batch, self.cache.pools["cpu"], layer, part, q.cpu(), k.cpu(), v.cpu())
             return lambda: pending().to(self.model.device)
-        return self.streams.cpu_attention(slot, self.cache.pools["cpu"], layer, part, q, k, v)
+        return self.streams.cpu_attention(batch, self.cache.pools["cpu"], layer, part, q, k, v)
 
-    def _gpu_attention(self, batch: Rows, slot: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def _gpu_attention(self, rows: Rows, batch: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """The outputs of prefills and of GPU decodes, as far as there are any."""
         pool, outputs = self.cache.pools["gpu"], []
         for name, part, backend in (
-            ("prefill_attn", batch.prefills, attention.prefill), ("gpu_attn", batch.gpu_decodes, self.gpu_decode)
+            ("prefill_attn", rows.prefills, attention.prefill), ("gpu_attn", rows.gpu_decodes, self.gpu_decode)
         ):  # fmt: skip
             if part.works:
                 what = {"backend": backend.__name__, "requests": part.requests}
-                with self.streams.stage("gpu", name, layer=layer, batch=slot, **what):
-                    rows = part.rows
-                    outputs.append(backend(q[rows], k[rows], v[rows], pool.k[layer], pool.v[layer], part.view))
+                with self.streams.stage("gpu", name, layer=layer, batch=batch, **what):
+                    new = part.rows
+                    outputs.append(backend(q[new], k[new], v[new], pool.k[layer], pool.v[layer], part.view))
         return outputs
 
     def _store(self, layer: int, rows: Rows, k: Tensor, v: Tensor) -> None:
         """New keys and values to the pool where each request lives; to the CPU's beside the compute stream."""
-        to = rows.to_gpu
-        if len(to.blocks):
+        to_gpu, to_cpu = rows.to_gpu, rows.to_cpu
+        if len(to_gpu.places):
             with self.streams.stage("gpu", "store", layer=layer):
-                self.cache.pools["gpu"].put(layer, k[to.rows], v[to.rows], to.blocks, to.places)
-        to_cpu = rows.to_cpu
-        if len(to_cpu.blocks):
-            pool = self.cache.pools["cpu"]
-            leave = partial(pool.put, layer, k[to_cpu.rows], v[to_cpu.rows], to_cpu.blocks, to_cpu.places)
+                self.cache.pools["gpu"].put(layer, k[to_gpu.rows], v[to_gpu.rows], to_gpu.places)
+        if len(to_cpu.places):
+            leave = partial(self.cache.pools["cpu"].put, layer, k[to_cpu.rows], v[to_cpu.rows], to_cpu.places)
             self.streams.aside("d2h", "store", leave, reads=(k, v), layer=layer)
 
     def _swap(self, plan: IterationPlan) -> list[Any]:
@@ -204,36 +185,3 @@ def alternate(batches: Sequence[Generator[None, None, Tensor]]) -> list[Tensor]:
                 except StopIteration as end:
                     results[i] = end.value
     return [results[i] for i in range(len(batches))]
-
-
-def _parts(kinds: list[tuple[Work, ...]], block_size: int, device: torch.device) -> list[Part]:
-    """Prefills, GPU decodes, CPU decodes: in the order of the rows, so that each is a slice."""
-    parts, row = [], 0
-    for works, where in zip(kinds, (device, device, torch.device("cpu")), strict=True):
-        rows = slice(row, row := row + sum(w.length for w in works))
-        parts.append(Part(works, rows, view_of(works, where)))
-    return parts
-
-
-def view_of(works: tuple[Work, ...], device: torch.device) -> attention.View:
-    width = max((len(w.request.block_table) for w in works), default=0)
-    tables = [w.request.block_table + [0] * (width - len(w.request.block_table)) for w in works]
-    seq_lens = [w.seq_len for w in works]
-    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    table = torch.tensor(tables, dtype=torch.int32, device=device).view(len(works), width)
-    return attention.View(tuple(w.length for w in works), lens, table, tuple(seq_lens))
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Rows whose new keys and values go to one pool, and where: int64 [rows] each."""
-
-    rows: slice
-    blocks: Tensor
-    places: Tensor
-
-
-def _stored(pairs: list[tuple[Request, int]], rows: slice, size: int, device: torch.device) -> Stored:
-    blocks = [r.block_table[p // size] for r, p in pairs[rows]]
-    places = [p % size for _, p in pairs[rows]]
-    return Stored(rows, *(torch.tensor(x, dtype=torch.int64, device=device) for x in (blocks, places)))

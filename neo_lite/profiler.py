@@ -14,8 +14,9 @@ import torch
 
 from neo_lite import attention, machine
 from neo_lite.cost_model import Curve, Profile
-from neo_lite.pipeline import Part, Pipeline, view_of
+from neo_lite.pipeline import Pipeline
 from neo_lite.request import Device, Request, Work
+from neo_lite.rows import Part, view_of
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 KV_TOKENS = (64, 256, 1024, 4096, 16384, 65536, 131072)
@@ -79,7 +80,8 @@ def _timed(pipeline: Pipeline, work: Callable[[int], object]) -> float:
     for layer in range(layers):
         work(layer)
     wait()
-    return (time.perf_counter() - start_s) / layers
+    shard, seconds = pipeline.model.shard, (time.perf_counter() - start_s) / layers
+    return shard.slowest(seconds) if shard else seconds
 
 
 def _random(pipeline: Pipeline, *shape: int) -> torch.Tensor:

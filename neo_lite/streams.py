@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.cpu_attention import AttentionArgs, Kernel
 from neo_lite.kv_cache import KVPool
+from neo_lite.rows import Part
 from neo_lite.timeline import Timeline
 
 Pending = Callable[[], Tensor]  # makes the caller's stream wait for a result, and returns it
@@ -47,12 +49,21 @@ class Host:
     def wait(self, done: Any) -> None:
         """Everything enqueued from now on comes after `done`."""
 
-    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q: Tensor, k: Tensor, v: Tensor) -> Pending:
-        """Starts the decodes of one part on the CPU; q, k, v as in `attention`. `slot`: 0 or 1, the sub-batch."""
-        with self.stage("cpu", "cpu_attn", layer=layer, batch=slot, **_served(part, self.decode)):
-            pool.put(layer, k, v, *part.new_places(pool.block_size))
+    def cpu_attention(
+        self, batch: int, pool: KVPool, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor
+    ) -> Pending:
+        """Starts the decodes of one part on the CPU; q, k, v as in `attention`. `batch`: 0 or 1, the sub-batch."""
+        with self.stage("cpu", "cpu_attn", layer=layer, batch=batch, **_served(part, self.decode)):
+            pool.put(layer, k, v, part.new_rows(pool))
             out = self.decode(q, k, v, pool.k[layer], pool.v[layer], part.view, **pool.scales(layer))
         return lambda: out
+
+    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What does `work` again, on tensors that kept their addresses, and returns its result."""
+        return work
+
+    def check(self, batch: int, pool: KVPool, part: Part) -> None:
+        """Before a replay: whether the CPU part's lengths and blocks are sound. Here each call checks its own."""
 
     def begin(self) -> None:
         """Before an iteration."""
@@ -73,6 +84,7 @@ class Cuda:
         self.staging = [Staging(config.max_seqs, model, dtype) for _ in range(2)]
         self._marks: list[tuple[str, str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
         self._nodes: list[tuple[AttentionArgs, dict[str, Any]]] = []  # alive until their host nodes have run
+        self._graph_memory = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time
 
     @contextmanager
     def stage(self, lane: str, name: str, **args: Any) -> Iterator[None]:
@@ -99,26 +111,42 @@ class Cuda:
         torch.cuda.current_stream().wait_event(done)
         self.cpu.wait_event(done)
 
-    def cpu_attention(self, slot: int, pool: KVPool, layer: int, part: Any, q: Tensor, k: Tensor, v: Tensor) -> Pending:
+    def cpu_attention(
+        self, batch: int, pool: KVPool, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor
+    ) -> Pending:
         """Enqueues copy, host node, copy."""
-        count, stage = len(part.works), self.staging[slot]
-        stage.gather(q, k, v)  # on the compute stream: a kernel on this one would queue behind its matrix products
+        staging = self.staging[batch]
+        if part is not staging.part:
+            self.check(batch, pool, part)
+        staging.gather(q, k, v)  # on the compute stream: a kernel on this one would queue behind its matrix products
         self.cpu.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.cpu):
-            with self.stage("d2h", "transfer", layer=layer, batch=slot):
-                stage.to_host(count)
-            args = stage.args(self.kernel, pool, layer, part, self.config.cpu_threads)
+            with self.stage("d2h", "transfer", layer=layer, batch=batch):
+                staging.used.copy_(staging.used_gpu, non_blocking=True)
+            args = staging.args(pool, layer)
             launch_host(self.cpu, self.kernel.entry_point, args)
-            self._nodes.append((args, {"layer": layer, "batch": slot, **_served(part, self.decode)}))
-            with self.stage("h2d", "transfer", layer=layer, batch=slot):
-                stage.out_gpu[:count].copy_(stage.out[:count], non_blocking=True)
+            self._nodes.append((args, {"layer": layer, "batch": batch, **_served(part, self.decode)}))
+            with self.stage("h2d", "transfer", layer=layer, batch=batch):
+                staging.result.copy_(staging.output, non_blocking=True)
             done = self.cpu.record_event()
 
         def result() -> Tensor:
             torch.cuda.current_stream().wait_event(done)
-            return stage.out_gpu[:count]
+            return staging.result
 
         return result
+
+    def check(self, batch: int, pool: KVPool, part: Part) -> None:
+        if part.works:
+            self.staging[batch].bind(self.kernel, pool, part, self.config.cpu_threads)
+
+    def capture(self, work: Callable[[], Tensor]) -> Captured:
+        """Records what `work` enqueues here, and on the streams that join in, as a CUDA graph: one launch for all of it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory):
+            out = work()
+        nodes, self._nodes = self._nodes, []
+        return Captured(graph, out, nodes)
 
     def begin(self) -> None:
         """Anchors the GPU's clock to the host's, while the timeline records."""
@@ -130,14 +158,29 @@ class Cuda:
             self._anchor_s = time.perf_counter()
 
     def finish(self) -> None:
-        torch.cuda.synchronize()
-        for lane, name, args, start, end in self._marks:
-            start_s, end_s = (self._anchor_s + self._anchor.elapsed_time(e) / 1e3 for e in (start, end))
-            self.timeline.record(lane, name, start_s, end_s, **args)
-        for node, args in self._nodes:
-            self.timeline.record("cpu", "cpu_attn", node.start_s, node.end_s, **args)
-        self._marks.clear()
-        self._nodes.clear()
+        try:
+            torch.cuda.synchronize()
+            for lane, name, args, start, end in self._marks:
+                start_s, end_s = (self._anchor_s + self._anchor.elapsed_time(e) / 1e3 for e in (start, end))
+                self.timeline.record(lane, name, start_s, end_s, **args)
+            for node, args in self._nodes:
+                self.timeline.record("cpu", "cpu_attn", node.start_s, node.end_s, **args)
+        finally:
+            self._marks.clear()
+            self._nodes.clear()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph, the tensor that it writes, and what its host nodes point to."""
+
+    graph: torch.cuda.CUDAGraph
+    out: Tensor
+    nodes: list[tuple[AttentionArgs, dict[str, Any]]]
+
+    def __call__(self) -> Tensor:
+        self.graph.replay()
+        return self.out
 
 
 class Staging:
@@ -152,37 +195,55 @@ class Staging:
         size, q = max_seqs * sum(self.heads) * self.dim, (max_seqs, model.num_heads, model.head_dim)
         self.qkv, self.out = (torch.zeros(s, dtype=dtype, pin_memory=True) for s in (size, q))
         self.qkv_gpu, self.out_gpu = (torch.zeros(s, dtype=dtype, device="cuda") for s in (size, q))
-        self._part: Any = None
-        self._args: AttentionArgs
+        self.part: Part | None = None  # whose rows it serves now
+
+    def bind(self, kernel: Kernel, pool: KVPool, part: Part, threads: int) -> None:
+        """Checks the kernel's arguments and cuts the buffers for a part, once for all layers."""
+        count, view, scales = len(part.works), part.view, pool.scales(0)
+        used = count * sum(self.heads) * self.dim
+        self.used, self.used_gpu = self.qkv[:used], self.qkv_gpu[:used]
+        self.output, self.result = self.out[:count], self.out_gpu[:count]
+        self._targets = self.parts(self.used_gpu, count)
+        q, k, v = self.parts(self.used, count)
+        self._args = kernel.args(
+            q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, self.output, k_new=k, v_new=v, num_threads=threads,
+            k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
+        )  # fmt: skip
+        self.part = part
 
     def parts(self, flat: Tensor, count: int) -> list[Tensor]:
         """q [count, q_heads, dim], k, v [count, kv_heads, dim] in a flat buffer, one after the other."""
-        sizes = [count * heads * self.dim for heads in self.heads]
-        pieces = flat[: sum(sizes)].split(sizes)
+        pieces = flat.split([count * heads * self.dim for heads in self.heads])
         return [p.view(count, heads, self.dim) for p, heads in zip(pieces, self.heads, strict=True)]
 
     def gather(self, *qkv: Tensor) -> None:
-        for source, target in zip(qkv, self.parts(self.qkv_gpu, len(qkv[0])), strict=True):
+        for source, target in zip(qkv, self._targets, strict=True):
             target.copy_(source)
 
-    def to_host(self, count: int) -> None:
-        used = count * sum(self.heads) * self.dim
-        self.qkv[:used].copy_(self.qkv_gpu[:used], non_blocking=True)
-
-    def args(self, kernel: Kernel, pool: KVPool, layer: int, part: Any, threads: int) -> AttentionArgs:
-        """The kernel's arguments for one layer; validated once for each part, since only the cache moves on."""
-        if part is not self._part:
-            q, k, v = self.parts(self.qkv, len(part.works))
-            out, view, self._part = self.out[: len(part.works)], part.view, part
-            scales = pool.scales(0)
-            self._args = kernel.args(
-                q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, out, k_new=k, v_new=v, num_threads=threads,
-                k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
-            )  # fmt: skip
+    def args(self, pool: KVPool, layer: int) -> AttentionArgs:
+        """The bound arguments, moved on to a layer."""
         args = AttentionArgs.from_buffer_copy(self._args)
         for name, tensor in pool.tensors.items():
             setattr(args, name if name.endswith("scale") else name + "_cache", tensor[layer].data_ptr())
         return args
+
+
+def failure(error: RuntimeError) -> str | None:
+    """What to tell of an error that came from the GPU; None for any other."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "the GPU's memory does not suffice for an iteration: lower max_batched_tokens, max_seqs or gpu_kv_tokens;"
+            " the requests in flight have failed, and this engine or a new one can go on"
+        )
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as dead:  # an illegal access or an assert: no call of this process will work again
+        return (
+            f"the GPU has failed ({str(dead).splitlines()[0]}): the requests in flight have failed; restart the process"
+        )
+    return None
 
 
 @functools.cache

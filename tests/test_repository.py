@@ -33,16 +33,16 @@ PACKAGE = ROOT / "neo_lite"
 CONTROL_PLANE = [
     "config", "request", "workload", "metrics", "blocks", "cost_model", "scheduler", "neo", "timeline", "engine", "simulator",
 ]  # fmt: skip
-DATA_PLANE = ["kv_cache", "cpu_attention", "attention", "model", "streams", "pipeline"]
+DATA_PLANE = ["kv_cache", "cpu_attention", "attention", "model", "rows", "streams", "graphs", "pipeline"]
 READING_PATH = CONTROL_PLANE + DATA_PLANE
 # Called along the way and read when needed: `machine` (what hardware this is), `checkpoint` (files of weights),
 # `gpu_attention` (the Triton kernel).
 ORDER = [
     "__init__", "config", "machine", *CONTROL_PLANE[1:], "hardware", "checkpoint", "kv_cache", "cpu_attention", "gpu_attention",
-    "attention", "model", "streams", "pipeline", "profiler", "api", "quality", "bench", "kernel_bench", "parallel", "plots",
-    "exercise", "figures", "explorer", "__main__",
+    "attention", "model", "rows", "streams", "graphs", "pipeline", "profiler", "api", "quality", "bench", "kernel_bench",
+    "parallel", "plots", "exercise", "figures", "explorer", "__main__",
 ]  # fmt: skip
-NOT_YET = {"simulator", "parallel", "figures", "explorer"}
+NOT_YET = {"simulator", "figures", "explorer"}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 
