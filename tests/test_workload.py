@@ -153,6 +153,8 @@ def test_osc_comes_in_the_order_of_the_file(real_files: None) -> None:
     assert [(a.prompt_tokens, a.output_tokens) for a in arrivals] == [
         (r["prompt"], r["max_tokens"]) for r in rows[:100]
     ]
+    others = parse("osc", 100, rate_per_s=2.0, seed=8)  # another seed: the same requests at other times
+    assert all(a.prompt_tokens == b.prompt_tokens and a.time_s != b.time_s for a, b in zip(arrivals, others))
     assert source("osc") == "file osc_lengths_llama2.json (sha256 c0fe6ab5da72)"
     with pytest.raises(NeoLiteError, match=r"2001 requests asked, file osc_.* has 2000: ask for fewer"):
         parse("osc", 2001)
