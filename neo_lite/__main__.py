@@ -46,13 +46,17 @@ def parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="what this machine is, and what of the course it can run")
     env.add_argument("--json", action="store_true")
     env.set_defaults(command=run_env)
-    _generate_arguments(commands.add_parser("generate", help="generate text, tokens streaming as they come"))
+    generate = commands.add_parser("generate", help="generate text, tokens streaming as they come")
+    _generate_arguments(generate)
     kernel = commands.add_parser("kernel-bench", help="every rung of the CPU kernel against this machine's memory")
     add_kernel_bench_arguments(kernel)
     kernel.set_defaults(command=run_kernel_bench)
     bench = commands.add_parser("bench", help="throughput and latency of a seeded batch of requests, offered at once")
     add_bench_arguments(bench)
     bench.set_defaults(command=run_bench)
+    for command in (generate, bench):
+        command.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the model")
+        command.add_argument("--executor", default="torch", help="what started them: torch (torchrun), or ray")
     return top
 
 
@@ -88,9 +92,9 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from neo_lite import bench
+    from neo_lite import bench, parallel
 
-    return bench.main(args)
+    return parallel.run(args, bench.main)
 
 
 def _generate_arguments(p: argparse.ArgumentParser) -> None:
@@ -122,6 +126,12 @@ def run_env(args: argparse.Namespace) -> int:
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    from neo_lite import parallel
+
+    return parallel.run(args, generate)
+
+
+def generate(args: argparse.Namespace, ranks: Any = None) -> int:
     """Streams the text of one prompt; with --json prints one object at the end instead."""
     from neo_lite.api import build_engine, load_model
     from neo_lite.config import EngineConfig
@@ -132,7 +142,7 @@ def run_generate(args: argparse.Namespace) -> int:
     )
     check_text(args.prompt)
     sampling = SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed)
-    model = load_model(args.model, args.device, args.dtype)
+    model = load_model(args.model, args.device, args.dtype, ranks)
     engine = build_engine(model, config)
     request = engine.add(model.tokenizer.encode(args.prompt), sampling)
     load_s = time.perf_counter() - start_s

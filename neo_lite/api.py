@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from neo_lite.neo import POLICIES, Neo
 from neo_lite.pipeline import Pipeline
 from neo_lite.profiler import measure
 from neo_lite.timeline import Timeline
+
+if TYPE_CHECKING:
+    from neo_lite.parallel import Ranks
 
 
 def resolve_device(name: str) -> torch.device:
@@ -47,15 +50,18 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def load_model(name: str = "smollm2", device: str = "auto", dtype: str = "auto") -> Llama:
-    """A Llama by name: smollm2, random:<shape>, a local folder, or a hub id. Raises NeoLiteError with the remedy."""
-    target = resolve_device(device)
+def load_model(name: str = "smollm2", device: str = "auto", dtype: str = "auto", ranks: Ranks | None = None) -> Llama:
+    """A Llama by name: smollm2, random:<shape>, a local folder, or a hub id; as one of `ranks`, this one's part of it.
+    Raises NeoLiteError with the remedy."""
+    target = resolve_device(ranks.device if ranks else device)
     kind = resolve_dtype(dtype, target)
     checkpoint = open_checkpoint(name)
+    shard = ranks.shard(name, kind, checkpoint.config) if ranks else None
     free = torch.cuda.mem_get_info(target)[0] if target.type == "cuda" else None
-    check_memory(checkpoint.config.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
+    shape = shard.config if shard and free else checkpoint.config  # all ranks of a host share its memory
+    check_memory(shape.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
     tokenizer = checkpoint.tokenizer()  # before the weights, which may take minutes
-    model = Llama(checkpoint.config, kind, target).load(checkpoint)
+    model = Llama(checkpoint.config, kind, target, shard).load(checkpoint)
     model.tokenizer = tokenizer
     return model
 
@@ -75,7 +81,11 @@ def build_engine(
         raise NeoLiteError(f"config is {config!r}: give an EngineConfig, or settings by name such as mode='simple'")
     config = replace(config or EngineConfig(), **changes)
     timeline = timeline or Timeline(enabled=False)
-    pipeline = Pipeline(model, config, timeline)
-    if issubclass(POLICIES[config.mode], Neo) and costs is None:
+    measuring = issubclass(POLICIES[config.mode], Neo) and costs is None
+    if model.shard:
+        pipeline: Pipeline = model.shard.pipeline(model, config, timeline, measuring)
+    else:
+        pipeline = Pipeline(model, config, timeline)
+    if measuring:
         costs = measure(pipeline)
-    return Engine(config, model.config, pipeline, timeline=timeline, costs=costs)
+    return Engine(config, model.whole, pipeline, timeline=timeline, costs=costs)

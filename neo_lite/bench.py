@@ -27,13 +27,13 @@ RECORDED = 24  # iterations at most
 WARM_UP = 4  # requests before the clock starts: kernels compile and libraries load
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, ranks: Any = None) -> int:
     """Runs one benchmark and prints it."""
     check(args)
     partition(args.num_sms)
     arrivals = parse_workload(args.workload, args.requests, args.seed)
-    model = load_model(args.model, args.device, args.dtype)
-    bytes_per_token = model.config.kv_bytes_per_token(str(model.dtype)[6:])
+    model = load_model(args.model, args.device, args.dtype, ranks)
+    bytes_per_token = model.whole.kv_bytes_per_token(str(model.dtype)[6:])
     config = EngineConfig(
         mode=args.mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=int(args.cpu_kv_gib * 2**30 / bytes_per_token),
         max_batched_tokens=args.max_batched_tokens, cpu_threads=args.cpu_threads, max_seqs=512,
@@ -49,7 +49,8 @@ def main(args: argparse.Namespace) -> int:
         "requests_per_s_30_70": metrics.window_throughput(requests), **metrics.summary(requests),
         "iterations": dict(counts), "swaps": sum(r.num_swaps for r in requests),
         "recomputes": sum(r.num_recomputes for r in requests), **busy(engine, arrivals, args, sum(counts.values()) // 2),
-        "stamp": machine.stamp(args.num_sms or None),
+        **({"all_reduce_s": engine.executor.measure_all_reduce()} if ranks else {}),  # type: ignore[attr-defined]
+        "tensor_parallel": args.tensor_parallel, "stamp": machine.stamp(args.num_sms or None),
     }  # fmt: skip
     print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
     return 0
@@ -148,6 +149,8 @@ def busy(engine: Engine, arrivals: list[Arrival], args: argparse.Namespace, firs
 
 def command_of(args: argparse.Namespace) -> str:
     skip = ("command", "json", "trace")
-    return "python -m neo_lite bench " + " ".join(
+    ranks = args.tensor_parallel if args.executor == "torch" else 1
+    launch = f"torch.distributed.run --nproc-per-node {ranks} -m " if ranks > 1 else ""
+    return f"python -m {launch}neo_lite bench " + " ".join(
         f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if k not in skip
     )

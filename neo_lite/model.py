@@ -19,6 +19,7 @@ from neo_lite.request import Request
 
 if TYPE_CHECKING:
     from neo_lite.checkpoint import Checkpoint
+    from neo_lite.parallel import Shard
 
 COLD = 1e-6  # a temperature that is as good as 0: greedy
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin: each [tokens, 1, head_dim]
@@ -41,10 +42,17 @@ class LayerWeights:
 
 
 class Llama:
-    """The pieces, over weights on one device in one dtype. `tokenizer` has encode(text) and decode(ids)."""
+    """The pieces, over weights on one device in one dtype. `tokenizer` has encode(text) and decode(ids).
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+    With a `shard` it is one rank's part of the `whole` model: its `config` is smaller, and what it adds up is summed
+    over the ranks.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+    ) -> None:
+        self.whole, self.shard, self.dtype, self.device = config, shard, dtype, device
+        self.config = config = shard.config if shard else config
         self.tokenizer: Any = None
         self.source = ""
         self.inv_freq = rope_frequencies(config).to(device)
@@ -57,7 +65,7 @@ class Llama:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[tokens] -> x [tokens, hidden]."""
-        return F.embedding(tokens, self.embedding)
+        return self.shard.embed(tokens, self.embedding) if self.shard else F.embedding(tokens, self.embedding)
 
     def rope(self, positions: torch.Tensor) -> Rope:
         """cos and sin of each token's rotation, once for all layers."""
@@ -77,15 +85,20 @@ class Llama:
     def post_attention(self, layer: int, attn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Output projection, norm, SwiGLU, both residuals: attn [tokens, q_heads, d], x -> next layer's x."""
         w = self.layers[layer]
-        x = x + F.linear(attn.flatten(1), w.o, w.o_bias)
+        x = x + self._sum(F.linear(attn.flatten(1), w.o, w.o_bias))
         h = F.rms_norm(x, (self.config.hidden_size,), w.post_norm, self.config.rms_norm_eps)
         gate, up = F.linear(h, w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+        return x + self._sum(F.linear(F.silu(gate) * up, w.down, w.down_bias))
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] of the tokens that sample -> float32 logits [n, vocabulary]."""
         x = F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
-        return F.linear(x, self.lm_head).float()
+        logits = F.linear(x, self.lm_head)
+        return (self.shard.all_gather(logits) if self.shard else logits).float()
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Each rank has the sum over its own heads or columns of the MLP."""
+        return self.shard.all_reduce(x) if self.shard else x
 
     # ---- Weights ----
 
@@ -93,7 +106,7 @@ class Llama:
         """Copies each tensor to its place as it comes, so that the host never holds more than one of them."""
         for name, tensor in checkpoint.tensors(device=self.device, dtype=self.dtype):
             if (place := self._place(name)) is not None:
-                place.copy_(tensor)
+                place.copy_(self.shard.part(name, tensor) if self.shard else tensor)
         self.source = checkpoint.source
         return self
 
