@@ -118,7 +118,7 @@ def test_fit_has_the_bursts_of_the_file(name: str, per_s: float, real_files: Non
     for seed in range(3):
         drawn = np.diff(draw(name, count, seed).times_s)
         assert 1 / drawn.mean() == pytest.approx(per_s, rel=0.05)
-        assert variation(drawn) == pytest.approx(variation(recorded), rel=0.15)
+        assert variation(drawn) == pytest.approx(variation(recorded), rel=0.1)
 
 
 @pytest.mark.parametrize("name", workload.NAMES)
@@ -306,7 +306,8 @@ def test_recorded_arrivals_of_what_has_none_are_refused(text: str) -> None:
         ("0,1,1\n1,none,1\n", "line 3, holds '1,none,1': write TIMESTAMP, ContextTokens, GeneratedTokens, times in order"),
         ("0,1,1\n\n2,1\n", "line 4, holds '2,1': write"), ("0,1,1,1\n", "line 2, holds '0,1,1,1'"),
         ("0,0,1\n", "line 2, holds '0,0,1'"), ("0,1,-5\n", "line 2, holds '0,1,-5'"), ("0,1,1.5\n", "holds '0,1,1.5'"),
-        (f"0,1,{10**30}\n", "line 2, holds '0,1,10000"), ("nan,1,1\n", "line 2"), ("-inf,1,1\n", "line 2"), ("0,1,1\ninf,1,1\n", "line 3"),
+        (f"0,1,{10**30}\n", "line 2, holds '0,1,10000"), ("nan,1,1\n", "line 2"),
+        ("-inf,1,1\n", "line 2"), ("0,1,1\ninf,1,1\n", "line 3"),
         ("5,1,1\n4,1,1\n", "line 3, holds '4,1,1'"), ("2023-13-16 10:00:00,1,1\n", "line 2, holds '2023-13-16"),
         ("yesterday,1,1\n", "line 2, holds 'yesterday,1,1'"), ("0,1,1\n", r"2 requests asked, file .* has 1"),
         ("", r"2 requests asked, file .* has 0"), ("7,1,1\n7,1,1\n", "2 requests of the trace arrive at one time"),
