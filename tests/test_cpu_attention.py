@@ -1,14 +1,11 @@
-"""The CPU kernels against float64, their arguments' checks, and every way that a build can go wrong."""
+"""The CPU kernels against float64, their arguments' checks, other compilers and processors, sanitizers."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ from conftest import ROOT, require_tool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_lite import cpu_attention
+from neo_lite import kernel_build
 from neo_lite.config import NeoLiteError
 from neo_lite.cpu_attention import RUNGS, KernelSpec, load_kernel
 
@@ -200,119 +197,15 @@ def test_int8_new_token_leaves_the_others_alone() -> None:
         assert torch.equal(now.float().nan_to_num(), then.float().nan_to_num())
 
 
-# ---- Builds ----
-SOURCE = 'extern "C" int answer() { return %s; }\n'
-
-
-def build_in_new_process(cache: Path, source: Path, **environment: str) -> subprocess.Popen:
-    program = (
-        "import ctypes, sys, pathlib; from neo_lite.cpu_attention import build_library as b\n"
-        f"print(ctypes.CDLL(str(b(pathlib.Path({str(source)!r})) / 'library.so')).answer())"
-    )
-    settings = os.environ | {"NEO_LITE_CACHE": str(cache), **environment}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=settings, start_new_session=True, **pipes)
-
-
-@pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NEO_LITE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "work").mkdir()
-    path = tmp_path / "work" / "answer.cpp"
-    path.write_text(SOURCE % 42)
-    return path
-
-
-@pytest.fixture
-def slow_compiler(tmp_path: Path) -> str:
-    """A compiler that says when it has begun, and takes its time."""
-    path = tmp_path / "slow-g++"
-    path.write_text(f'#!/bin/sh\ncase "$*" in *-c*) touch {tmp_path}/begun; sleep 3;; esac\nexec c++ "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_compile_leaves_the_next_run_working(
-    source: Path, slow_compiler: str, tmp_path: Path, how: int
-) -> None:
-    killed = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler)
-    wait_for(tmp_path / "begun")
-    os.killpg(killed.pid, how)
-    assert killed.wait(60) != 0
-    left = [path for path in (tmp_path / "cache").rglob("*") if path.name in ("lock", "library.so", "build.json")]
-    assert not [path for path in left if path.name != "lock"]  # nothing that could pass for a build
-    out, err = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler).communicate(timeout=120)
-    assert out == "42\n", err
-
-
-@pytest.mark.slow
-def test_two_processes_compile_once_and_the_second_says_what_it_waits_for(
-    source: Path, slow_compiler: str, tmp_path: Path
-) -> None:
-    first = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler)
-    wait_for(tmp_path / "begun")
-    second = build_in_new_process(tmp_path / "cache", source, CXX=slow_compiler)
-    (out, _), (other, err) = first.communicate(timeout=120), second.communicate(timeout=120)
-    assert out == other == "42\n", err
-    assert "waiting for another process" in err and "compiling" not in err
-
-
-def test_other_processor_flags_or_an_edited_source_give_another_build(
-    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    def answer() -> int:
-        return ctypes.CDLL(str(cpu_attention.build_library(source) / "library.so")).answer()
-
-    assert answer() == answer() == 42 and capsys.readouterr().err.count("compiling") == 1
-    source.write_text(SOURCE % 43)
-    assert answer() == 43
-    before = cpu_attention.build_library(source)
-    monkeypatch.setattr(cpu_attention, "_cpu_flags", lambda: "fpu avx1024")
-    assert cpu_attention.build_library(source) != before
-    source.with_name("mine.h").write_text("// a header beside the source counts as well")
-    assert cpu_attention.build_library(source) != before
-
-
-def test_an_error_in_a_source_is_shown_in_one_line_and_can_be_mended(source: Path) -> None:
-    source.write_text(SOURCE % "no_such_name")
-    for _ in range(2):  # torch remembers names that it has built: a second try must compile again
-        with pytest.raises(NeoLiteError, match=r"answer.cpp does not compile: .*no_such_name"):
-            cpu_attention.build_library(source)
-    source.write_text(SOURCE % 7)
-    assert ctypes.CDLL(str(cpu_attention.build_library(source) / "library.so")).answer() == 7
-
-
-def test_an_edited_kernel_is_loaded_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (cpu_attention.KERNELS_DIR / "scalar.cpp").read_text()
+def test_an_edited_kernel_is_loaded_anew(tmp_path: Path) -> None:
+    text = (kernel_build.KERNELS_DIR / "scalar.cpp").read_text()
+    source = tmp_path / "mine.cpp"
+    source.write_text(text)
     spec = KernelSpec(16, 2, 16, "float32", rung=str(source))
     inputs = case(spec, [5])
-    source.write_text(text)
     check(spec, load_kernel(spec)(*inputs), reference(*inputs))
     source.write_text(text.replace("o[d] / total", "0.f"))
     assert (load_kernel(spec)(*inputs) == 0).all()
-
-
-def test_no_compiler_is_one_line_with_a_remedy(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/no/such/g++")
-    with pytest.raises(cpu_attention.CompilerMissing, match="install g\\+\\+") as error:
-        cpu_attention.build_library(source)
-    assert "\n" not in str(error.value)
-
-
-def test_ninja_is_found_where_it_is_not_on_the_path(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = "/usr/bin:/bin"
-    monkeypatch.setenv("PATH", before)
-    cpu_attention.build_library(source)
-    assert os.environ["PATH"] == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
@@ -334,9 +227,9 @@ FORMATS = {"fp16": "-DDTYPE_FLOAT16", "bf16": "-DDTYPE_BFLOAT16", "fp32": "-DDTY
 
 
 def build_driver(folder: Path, compiler: str, flags: str, rung: Path | str) -> str:
-    source = rung if isinstance(rung, Path) else cpu_attention.KERNELS_DIR / f"{rung}.cpp"
-    driver = cpu_attention.KERNELS_DIR / "check" / "driver.cpp"
-    command = [compiler, "-std=c++17", "-O2", f'-DRUNG="{source}"', f"-I{cpu_attention.KERNELS_DIR}", *flags.split()]
+    source = rung if isinstance(rung, Path) else kernel_build.KERNELS_DIR / f"{rung}.cpp"
+    driver = kernel_build.KERNELS_DIR / "check" / "driver.cpp"
+    command = [compiler, "-std=c++17", "-O2", f'-DRUNG="{source}"', f"-I{kernel_build.KERNELS_DIR}", *flags.split()]
     built = subprocess.run([*command, str(driver), "-o", str(folder / "driver")], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return str(folder / "driver")
@@ -389,7 +282,7 @@ def test_thread_sanitizer(tmp_path: Path, rung: Path | str) -> None:
         require_tool("libarcher.so", remedy)
     race = rung == "with a race"
     if race:
-        text, private = (cpu_attention.KERNELS_DIR / "openmp.cpp").read_text(), "    std::vector<float> weights;"
+        text, private = (kernel_build.KERNELS_DIR / "openmp.cpp").read_text(), "    std::vector<float> weights;"
         rung = tmp_path / "race.cpp"
         rung.write_text(text.replace(private, "    static std::vector<float> weights;"))
     flags = f"-g -fopenmp -march=native -fsanitize=thread {SHAPES[0]} {FORMATS['fp16']}"

@@ -1,0 +1,205 @@
+"""Compiles the C++ of `kernels/` at run time, once for each build, and keeps the libraries in the cache folder.
+
+`cpu_attention.load_kernel` calls it with a rung and its constants, `kernel_bench` with the streaming read. Read it when
+you want to know how a build can fail and what is done about it: a killed compile, two processes at once, a cache that
+moved to another processor, a second OpenMP runtime, no compiler. torch's own loader runs compiler and linker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from neo_lite.config import NeoLiteError
+from neo_lite.machine import cache_folder
+
+_HERE = Path(__file__).resolve().parent
+KERNELS_DIR = _HERE / "kernels" if (_HERE / "kernels").is_dir() else _HERE.parent / "kernels"
+_environment = threading.Lock()  # os.environ is one for all threads
+
+
+class CompilerMissing(NeoLiteError):
+    """No kernel can be built here; the torch backend computes the same, slower."""
+
+
+def build_library(source: Path, defines: Sequence[str] = ()) -> Path:
+    """The folder of library.so, compiled from one C++ source now unless the cache has it. CompilerMissing if it can't be."""
+    folder = cache_folder() / "kernels" / f"{source.stem}-{_build_key(source, defines)}"
+    try:
+        if not _loads(folder):
+            with _locked(folder.with_suffix(".lock")):
+                if not _loads(folder):  # another process may have built it meanwhile
+                    _compile(source, defines, folder)
+    except OSError as error:
+        remedy = "set NEO_LITE_CACHE to a folder that can be written"
+        raise NeoLiteError(f"the cache {folder.parent} cannot be used ({error.strerror or error}): {remedy}") from None
+    return folder
+
+
+def _loads(folder: Path) -> bool:
+    """A whole build, whose library is one: a full disk or a copied cache may leave another thing."""
+    with contextlib.suppress(OSError):
+        return (folder / "build.json").is_file() and bool(ctypes.CDLL(str(folder / "library.so")))
+    return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that dies with its process: torch's own, a file, outlives a killed build and stops all later ones."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"neo_lite: waiting for another process that compiles this kernel ({path})", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ---- What a binary depends on ----
+
+
+def _build_key(source: Path, defines: Sequence[str]) -> str:
+    sources = [source, *sorted(KERNELS_DIR.glob("*.h")), *sorted(source.parent.glob("*.h"))]
+    parts = [torch.__version__, str(sys.implementation.cache_tag), platform.machine(), _compiler(_cxx()), _cpu_flags()]
+    parts += [str(_flags(defines)), str(list(_openmp_flags())), *(path.read_text() for path in sources)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _cxx() -> str:
+    return os.environ.get("CXX") or "c++"
+
+
+@functools.cache
+def _compiler(cxx: str) -> str:
+    """The version text of the compiler; CompilerMissing if there is none."""
+    try:
+        done = subprocess.run([*shlex.split(cxx), "--version"], capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        remedy = "install g++ (apt install g++, or conda's cxx-compiler) or set CXX"
+        raise CompilerMissing(f"no C++ compiler: {cxx!r} does not run; {remedy}") from error
+    return done.stdout
+
+
+@functools.cache
+def _cpu_flags() -> str:
+    """What the processor can do: a build for one machine may die of illegal instructions on another."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.split(":", 1)[1].split()))
+    return platform.machine() + platform.processor()
+
+
+def _flags(defines: Sequence[str]) -> list[str]:
+    tuned = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    return ["-O3", tuned, *defines]
+
+
+def _openmp_library() -> Path | None:
+    """The OpenMP runtime that torch has loaded: a second one would bring a second team of threads."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for path in sorted({Path(line.split(maxsplit=5)[5]) for line in lines if "omp" in line}):
+            if path.name.startswith(("libgomp", "libiomp5")):  # libiomp5 has libgomp's entry points as well
+                return path
+    dylib = Path(torch.__file__).parent / "lib" / "libomp.dylib"
+    return dylib if dylib.is_file() else None
+
+
+def _openmp_flags() -> Iterator[tuple[list[str], list[str]]]:
+    """Flags to compile and to link with, the best first (others where linking fails); with the last: one thread."""
+    library, is_clang = _openmp_library(), "clang" in _compiler(_cxx())
+    if library and (library.suffix == ".dylib" or not is_clang):
+        link = [shlex.quote(str(library)), f"-Wl,-rpath,{shlex.quote(str(library.parent))}"]
+        yield (["-Xpreprocessor", "-fopenmp"] if library.suffix == ".dylib" else ["-fopenmp"]), link
+    if sys.platform != "darwin":
+        yield ["-fopenmp"], ["-fopenmp"]
+    yield [], []
+
+
+# ---- Compiling ----
+
+
+def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
+    """Builds into `folder`: library.so, and build.json last, whose presence says that the build is whole."""
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed build left, torch's lock file included
+    folder.mkdir(parents=True)
+    print(f"neo_lite: compiling {source.name} {' '.join(defines)} (once)", file=sys.stderr, flush=True)
+    for cflags, ldflags in _openmp_flags():
+        flags = [*_flags(defines), *cflags]
+        slim = ["-Wl,--as-needed"] if sys.platform == "linux" else []  # not linked with all of torch
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as work:
+            try:
+                library = _run_build(source, Path(work), flags, [*slim, *ldflags])
+            except (RuntimeError, OSError) as error:
+                if list(Path(work).glob("*.o")):
+                    continue  # compiled, but this OpenMP runtime does not link
+                raise _build_error(source, folder, str(error)) from None
+            os.replace(library, folder / "library.so")
+        about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
+        (folder / "build.part").write_text(json.dumps(about))
+        os.replace(folder / "build.part", folder / "build.json")
+        return
+    raise NeoLiteError(f"{source}: compiles but does not link with {_cxx()}; is its C++ runtime installed?")
+
+
+def _run_build(source: Path, folder: Path, cflags: list[str], ldflags: list[str]) -> Path:
+    """One compilation in an empty folder; the library's path."""
+    # its warning that a CUDA toolkit has no GPU is no business of a CPU kernel
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    from torch.utils import cpp_extension
+
+    name = f"neo_{source.stem}_{time.monotonic_ns()}"  # torch refuses to rebuild a name that it has seen
+    with _build_environment():
+        cpp_extension.load(
+            name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, extra_include_paths=[str(KERNELS_DIR)],
+            build_directory=str(folder), with_cuda=False, is_python_module=False,
+        )  # fmt: skip
+    return folder / f"{name}.so"
+
+
+@contextlib.contextmanager
+def _build_environment() -> Iterator[None]:
+    """ninja on PATH even where only `.venv/bin/python` was called, and torch's opinion of compilers kept to itself."""
+    flag = "TORCH_DONT_CHECK_COMPILER_ABI"
+    with _environment:
+        before = {"PATH": os.environ.get("PATH", os.defpath), flag: os.environ.get(flag, "0")}
+        path = before["PATH"]
+        with contextlib.suppress(ImportError):
+            import ninja
+
+            path = os.pathsep.join([ninja.BIN_DIR, path])
+        if not shutil.which("ninja", path=path):
+            raise CompilerMissing("ninja is missing, which builds the CPU kernels: pip install ninja")
+        os.environ.update({"PATH": path, flag: "1"})
+        try:
+            yield
+        finally:
+            os.environ.update(before)
+
+
+def _build_error(source: Path, folder: Path, log: str) -> NeoLiteError:
+    (folder / "error.log").write_text(log)
+    lines = [line for line in log.splitlines() if "error:" in line] or log.splitlines() or ["no message"]
+    remedy = f"correct it, or set CXX if {_cxx()} is at fault; all of it: {folder / 'error.log'}"
+    return NeoLiteError(f"{source.name} does not compile: {lines[0].strip()[:200]} ({remedy})")
