@@ -39,9 +39,14 @@ class Curve:
         slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
         self.points, far = [(float(x), float(y)) for x, y in points], xs[-1] + 1e12
         self._xs, self._ys = np.append(xs, far), np.append(ys, ys[-1] + slope * 1e12)
+        self._known: dict[float, float] = {}  # a scheduler asks for the same widths again and again
 
     def __call__(self, x: float) -> float:
-        return float(np.interp(x, self._xs, self._ys)) if x > 0 else 0.0
+        if x not in self._known:
+            if len(self._known) > 1 << 16:
+                self._known.clear()
+            self._known[x] = float(np.interp(x, self._xs, self._ys)) if x > 0 else 0.0
+        return self._known[x]
 
     def each(self, x: np.ndarray) -> np.ndarray:
         """Many at once."""
@@ -204,7 +209,7 @@ class Profile:
 
 def kv_tokens(works: Iterable[Work]) -> int:
     """KV tokens that their attention reads in each layer."""
-    return sum(w.seq_len for w in works)
+    return sum([start + length for _, start, length in works])
 
 
 WIDTHS = sorted({round(2 ** (i / 4)) for i in range(4 * 17 + 1)})  # 1 to 131,072, four points an octave

@@ -58,7 +58,10 @@ class VirtualDevices:
     def run(self, plan: IterationPlan) -> dict[int, int]:
         """Moves the clock to the iteration's end and samples a dummy for each request whose tokens are all computed."""
         costs, start_s = self.costs, self.now_s
-        tokens = {w.request.id: DUMMY for b in plan.batches for w in b if w.samples}
+        tokens = {
+            w.request.id: DUMMY for b in plan.batches for works in (b.gpu_decodes, b.cpu_decodes) for w in works
+        }
+        tokens.update({w.request.id: DUMMY for b in plan.batches for w in b.prefills if w.samples})
         stages = costs.stages(plan.batches)
         layer_s = stages.paper_layer if costs.launch_s else stages.layer
         head_s, transfer_s = costs.t_head(len(tokens)), costs.t_transfer(self._link_bytes(plan))
