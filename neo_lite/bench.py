@@ -1,6 +1,7 @@
 """`python -m neo_lite bench`: a seeded batch of requests through one mode on real devices, with everything it ran on.
 
-Reports the whole run and, apart from it, a few recorded iterations at the end, since recording events costs time.
+A few iterations amid the run are recorded as a timeline; those run eagerly, since no CUDA graph tells when its kernels
+ran, and are timed apart. Called by `__main__`.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +25,17 @@ from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.engine import Engine
 from neo_lite.request import Request, SamplingParams
 from neo_lite.timeline import Timeline
-from neo_lite.workload import Arrival, random_prompt, synthetic
+from neo_lite.workload import Arrival, parse, random_prompt
 
-RECORDED = 24  # iterations at most
-WARM_UP = 4  # requests before the clock starts: kernels compile and libraries load
+RECORDED = 24  # iterations at most, from 30 % of the output tokens on
+WARM_UP = 4  # requests before the clock starts, of 8 tokens at most: kernels compile and libraries load
 
 
 def main(args: argparse.Namespace, ranks: Any = None) -> int:
     """Runs one benchmark and prints it."""
     check(args)
     partition(args.num_sms)
-    arrivals = parse_workload(args.workload, args.requests, args.seed)
+    arrivals = parse(args.workload, args.requests, seed=args.seed)
     model = load_model(args.model, args.device, args.dtype, ranks)
     bytes_per_token = model.whole.kv_bytes_per_token(str(model.dtype)[6:])
     config = EngineConfig(
@@ -40,20 +44,30 @@ def main(args: argparse.Namespace, ranks: Any = None) -> int:
     )  # fmt: skip
     timeline = Timeline(enabled=False)
     engine = build_engine(model, config, timeline)
-    serve(engine, arrivals[:WARM_UP], args.seed)
-    requests, counts, seconds = serve(engine, arrivals, args.seed)
+    serve(engine, [replace(a, output_tokens=min(a.output_tokens, 8)) for a in arrivals[:WARM_UP]], args.seed)
+    run, stamp = serve(engine, arrivals, args.seed, RECORDED), machine.stamp(args.num_sms or None)
     result = {
         "command": command_of(args), "source": "measured", "model": args.model, "dtype": str(model.dtype)[6:], "mode": args.mode,
-        "workload": args.workload, "requests": args.requests, "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens,
-        "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP, "repeats": 1, "seconds": seconds,
-        "requests_per_s_30_70": metrics.window_throughput(requests), **metrics.summary(requests),
-        "iterations": dict(counts), "swaps": sum(r.num_swaps for r in requests),
-        "recomputes": sum(r.num_recomputes for r in requests), **busy(engine, arrivals, args, sum(counts.values()) // 2),
+        "ran_on": ran_on(model.device, stamp, args.cpu_threads), "workload": args.workload, "requests": args.requests,
+        "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens, "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP,
+        "repeats": 1, "seconds": run.seconds, "requests_per_s_30_70": metrics.window_throughput(run.requests),
+        **metrics.summary(run.requests), **run.report(), **busy(timeline),
         **({"all_reduce_s": engine.executor.measure_all_reduce()} if ranks else {}),  # type: ignore[attr-defined]
-        "tensor_parallel": args.tensor_parallel, "stamp": machine.stamp(args.num_sms or None),
+        "tensor_parallel": args.tensor_parallel, "stamp": stamp,
     }  # fmt: skip
+    if args.trace:
+        Path(args.trace).write_text(json.dumps(timeline.chrome_trace()))
     print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
     return 0
+
+
+def ran_on(device: torch.device, stamp: dict[str, Any], threads: int) -> str:
+    """What the figures belong to, for people: a part of a card is no card of its own."""
+    host = f"{threads or stamp['usable_cores']} of {stamp['usable_cores']} threads of {stamp['cpu']}"
+    if device.type != "cuda":
+        return host
+    card = stamp["gpu"]
+    return f"{card['partition_sms'] or 'all'} of the {card['sms']} SMs of an {card['name']}, {host}"
 
 
 def check(args: argparse.Namespace) -> None:
@@ -73,9 +87,10 @@ def partition(num_sms: int) -> None:
         return
     if not torch.cuda.is_available() or not hasattr(torch.cuda, "green_contexts"):
         raise NeoLiteError(f"--num-sms {num_sms} needs a CUDA GPU and torch >= 2.9: leave it out")
-    most = torch.cuda.get_device_properties(0).multi_processor_count
-    if not 0 < num_sms <= most:
-        raise NeoLiteError(f"--num-sms {num_sms}: this GPU has {most} multiprocessors; choose 8 to {most}")
+    card = torch.cuda.get_device_properties(0)
+    most, step = card.multi_processor_count, 8 if card.major >= 9 else 2  # CUDA would silently round up to whole steps
+    if not 0 < num_sms <= most or num_sms % step:
+        raise NeoLiteError(f"--num-sms {num_sms}: this GPU has {most} multiprocessors, in steps of {step}: choose one")
     try:
         partition.context = torch.cuda.green_contexts.GreenContext.create(num_sms=num_sms)  # type: ignore[attr-defined]
     except RuntimeError as error:
@@ -86,34 +101,55 @@ def partition(num_sms: int) -> None:
     partition.context.set_context()  # type: ignore[attr-defined]  # kept to the process's end: freed earlier, it aborts
 
 
-def parse_workload(text: str, count: int, seed: int) -> list[Arrival]:
-    kind, _, numbers = text.partition(":")
-    parts = numbers.split(",")
-    if kind != "synthetic" or len(parts) != 2 or not all(p.isdecimal() for p in parts):
-        raise NeoLiteError(f"workload {text!r} is unknown: write synthetic:PROMPT,OUTPUT such as synthetic:1000,200")
-    return synthetic(count, int(parts[0]), int(parts[1]), seed=seed)
+@dataclass
+class Run:
+    """What happened: the requests, and kind and seconds of each iteration (recorded or not)."""
+
+    requests: list[Request]
+    steps: list[tuple[str, float, bool]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Iterations by kind, and the median seconds of one, with and without a timeline being recorded."""
+        times: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
+        for kind, seconds, recorded in self.steps:
+            times[recorded].setdefault(kind, []).append(seconds)
+        plain, recorded_s = ({k: statistics.median(v) for k, v in times[r].items()} for r in (False, True))
+        return {
+            "iterations": dict(Counter(kind for kind, _, _ in self.steps)), "iteration_s": plain,
+            "recorded_iterations": sum(r for _, _, r in self.steps), "recorded_iteration_s": recorded_s,
+            "swaps": sum(r.num_swaps for r in self.requests), "recomputes": sum(r.num_recomputes for r in self.requests),
+        }  # fmt: skip
 
 
-def serve(engine: Engine, arrivals: list[Arrival], seed: int) -> tuple[list[Request], Counter[str], float]:
-    """All requests at once, to the last answer; iterations counted by kind."""
-    vocab, counts = engine.model.vocab_size, Counter[str]()
+def serve(engine: Engine, arrivals: Sequence[Arrival], seed: int, record: int = 0) -> Run:
+    """All requests at once, to the last answer; `record` iterations of it go into the timeline."""
+    vocab, kinds, inner = engine.model.vocab_size, [""], engine.executor.run
     start_s = time.perf_counter()
-    requests = [
+    run = Run([
         engine.add(random_prompt(a, vocab, seed + i), SamplingParams(a.output_tokens, ignore_eos=True))
         for i, a in enumerate(arrivals)
-    ]
-    inner = engine.executor.run
+    ])  # fmt: skip
+    enough = 0.3 * sum(a.output_tokens for a in arrivals)
 
-    def run(plan: Any) -> Any:
-        counts[kind_of(plan)] += 1
+    def noted(plan: Any) -> Any:
+        kinds.append(kind_of(plan))
         return inner(plan)
 
-    engine.executor.run = run  # type: ignore[method-assign]
+    engine.executor.run = noted  # type: ignore[method-assign]
     try:
-        engine.run()
+        while not all(r.finished for r in run.requests):
+            recording = record > 0 and sum(len(r.output) for r in run.requests) >= enough
+            record -= recording
+            before, step_s, engine.timeline.enabled = engine.iterations, time.perf_counter(), recording
+            engine.step()
+            if engine.iterations == before:
+                engine.run()  # which says why there is no progress
+            run.steps.append((kinds[-1], time.perf_counter() - step_s, recording))
     finally:
-        engine.executor.run = inner  # type: ignore[method-assign]
-    return requests, counts, time.perf_counter() - start_s
+        engine.executor.run, engine.timeline.enabled = inner, False  # type: ignore[method-assign]
+    run.seconds = time.perf_counter() - start_s
+    return run
 
 
 def kind_of(plan: Any) -> str:
@@ -122,29 +158,12 @@ def kind_of(plan: Any) -> str:
     return size + (", with prefills" if any(b.prefills for b in plan.batches) else ", decodes only")
 
 
-def busy(engine: Engine, arrivals: list[Arrival], args: argparse.Namespace, first: int) -> dict[str, Any]:
-    """The same load once more: busy fractions of each lane over iterations recorded from number `first` on; the trace."""
-    timeline = engine.timeline
-    requests = [
-        engine.add(
-            random_prompt(a, engine.model.vocab_size, args.seed + i), SamplingParams(a.output_tokens, ignore_eos=True)
-        )
-        for i, a in enumerate(arrivals)
-    ]
-    for _ in range(first):
-        engine.step()
-    before, timeline.enabled = engine.iterations, True
-    while engine.iterations < before + RECORDED and not all(r.finished for r in requests):
-        engine.step()
-    timeline.enabled = False
-    if args.trace:
-        Path(args.trace).write_text(json.dumps(timeline.chrome_trace()))
+def busy(timeline: Timeline) -> dict[str, Any]:
+    """Of the recorded iterations: how much of the time each lane was busy, and how much CPU attention the GPU's work hid."""
     fractions = {lane: round(timeline.busy_fraction(lane), 4) for lane in timeline.lanes()}
     on_cpu_s = timeline.busy_s("cpu")
     hidden = round(timeline.overlap_s("gpu", "cpu") / on_cpu_s, 4) if on_cpu_s else None
-    return {
-        "busy_fractions": fractions, "cpu_hidden_behind_gpu": hidden, "recorded_iterations": engine.iterations - before
-    }  # fmt: skip
+    return {"busy_fractions": fractions, "cpu_hidden_behind_gpu": hidden}
 
 
 def command_of(args: argparse.Namespace) -> str:

@@ -14,11 +14,12 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from neo_lite import checkpoint
+from neo_lite import checkpoint, graphs, streams
 from neo_lite.api import build_engine, load_model
-from neo_lite.config import EngineConfig
+from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cost_model import Profile
 from neo_lite.engine import Engine
+from neo_lite.graphs import Graphs
 from neo_lite.model import Llama
 from neo_lite.pipeline import Pipeline
 from neo_lite.request import Request, SamplingParams
@@ -230,6 +231,119 @@ def test_tiny_llamas_of_every_kind(tmp_path, kind, compiler):
                 assert requests[i].output == tokens
                 assert (torch.stack(recorder.by_request[i]) - logits).abs().max() < 1e-4
             assert_served_by(engine, mode, requests)
+
+
+SHORT, LONG = [[1, 2, 3], [4, 5, 6, 7]], [list(range(i + 1, i + 40)) for i in range(4)]
+SLOPE = [list(range(i + 1, 2 * i + 4)) for i in range(8)]
+PLACEMENTS = {  # mode, pools in tokens, the pool that stays unused, the directions in which requests move, prompts
+    "GPU only": ("gpu-only", 400, 40, "cpu", set(), SLOPE),
+    "CPU only": ("simple", 40, 400, "gpu", set(), SLOPE),
+    "mixed": ("asymmetric", 48, 400, "", set(), SHORT + LONG),
+    "moving both ways": ("asymmetric", 72, 400, "", {"cpu", "gpu"}, SLOPE),
+}
+
+
+def placed(model: Llama, placement: str, record: bool = True) -> tuple[Engine, list[Request], set[str]]:
+    """Requests of unequal lengths served so; the directions in which some moved while they were generating."""
+    mode, gpu, cpu, _, _, prompts = PLACEMENTS[placement]
+    engine = poisoned(model, mode, block_size=4, gpu_kv_tokens=gpu, cpu_kv_tokens=cpu)
+    engine.timeline.enabled = record
+    plan, directions = engine.scheduler.plan, set()
+
+    def watched(now_s: float):  # type: ignore[no-untyped-def]
+        made = plan(now_s)
+        directions.update(m.target for m in made.moves if m.request.output)
+        return made
+
+    engine.scheduler.plan = watched
+    requests = [engine.add(p, SamplingParams(10 + 2 * i, ignore_eos=True)) for i, p in enumerate(prompts)]
+    engine.run()
+    return engine, requests, directions
+
+
+def assert_placed(engine: Engine, placement: str, requests: list[Request], directions: set[str]) -> None:
+    """Where KV lay, that nothing touched the unused pool, and that requests moved as the placement says."""
+    unused, expected = PLACEMENTS[placement][3:5]
+    for name, pool in engine.executor.cache.pools.items():
+        assert bool(pool.k.isnan().all()) == (name == unused), name
+    assert directions == expected
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tokens_are_the_same_wherever_kv_lies(tmp_path, placement, compiler):
+    hf = tiny_folder(tmp_path, {})
+    engine, requests, directions = placed(load_folder(tmp_path), placement)
+    assert [r.output for r in requests] == [
+        hf_greedy(hf, p, 10 + 2 * i)[0] for i, p in enumerate(PLACEMENTS[placement][-1])
+    ]
+    assert_placed(engine, placement, requests, directions)
+    assert_served_by(engine, PLACEMENTS[placement][0], requests)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_graph_reads_nothing_but_its_own_tensors(tmp_path, placement, compiler, monkeypatch):
+    """Replays on the host: the same work again, on the tensors of the first iteration with these sizes, refilled."""
+    tiny_folder(tmp_path, {})
+    model = load_folder(tmp_path)
+    expected = [r.output for r in placed(model, placement)[1]]
+    made = []
+
+    def with_graphs(self, *args):  # type: ignore[no-untyped-def]
+        plain(self, *args)
+        self.graphs = Graphs(self.forward, self.cache, self.streams)
+        made.append(self.graphs)
+
+    plain = Pipeline.__init__
+    monkeypatch.setattr(Pipeline, "__init__", with_graphs)
+    _, requests, _ = placed(model, placement, record=False)
+    assert [r.output for r in requests] == expected
+    assert made[0].captured, "no combination of sizes came twice: the test shows nothing"
+
+
+def test_only_so_many_graphs_are_kept(tmp_path, compiler, monkeypatch):
+    monkeypatch.setattr(graphs, "KEPT", 2)
+    tiny_folder(tmp_path, {})
+    engine = build_engine(load_folder(tmp_path), mode="simple")
+    pipeline = engine.executor
+    pipeline.graphs = Graphs(pipeline.forward, pipeline.cache, pipeline.streams)
+    for i in range(4):
+        engine.add([i + 1], SamplingParams(4 + 4 * i, ignore_eos=True))
+    engine.run()
+    assert len(pipeline.graphs.seen) == 4 and list(pipeline.graphs.captured) == [((0, 2),), ((0, 1),)]
+
+
+def test_out_of_memory_fails_the_requests_in_flight_and_nothing_else(tmp_path, compiler, monkeypatch):
+    tiny_folder(tmp_path, {})
+    model = load_folder(tmp_path)
+    engine = build_engine(model, max_seqs=1)
+    first, second = (engine.add([5, 6], SamplingParams(4, ignore_eos=True)) for _ in range(2))
+    head = model.head
+
+    def full(x):  # type: ignore[no-untyped-def]
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(model, "head", full)
+    with pytest.raises(NeoLiteError, match="memory does not suffice.*lower max_batched_tokens"):
+        engine.step()
+    assert (first.finish_reason, second.finish_reason) == ("failed", None)
+    monkeypatch.setattr(model, "head", head)
+    engine.run()
+    assert second.finish_reason == "length" and len(second.output) == 4
+    again = build_engine(model).add([5, 6], SamplingParams(4, ignore_eos=True))
+    assert again.output == []
+
+
+def test_a_failed_gpu_is_told_from_any_other_error(monkeypatch):
+    assert streams.failure(RuntimeError("shapes differ")) is None
+
+    def dead():  # type: ignore[no-untyped-def]
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    told = streams.failure(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert told and "illegal memory access was encountered" in told and "restart the process" in told
+    assert "\n" not in told
 
 
 def test_a_seed_gives_the_same_sampled_tokens_alone_and_in_a_batch(tmp_path):
