@@ -7,9 +7,10 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
-from neo_lite.config import MODES, NeoLiteError
+from neo_lite.config import MODELS, MODES, NeoLiteError
 from neo_lite.request import Request, SamplingParams
 
 
@@ -54,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="throughput and latency of a seeded batch of requests, offered at once")
     add_bench_arguments(bench)
     bench.set_defaults(command=run_bench)
+    simulate = commands.add_parser("simulate", help="the same engine and scheduler on a virtual clock, on any machine")
+    add_simulate_arguments(simulate)
+    simulate.set_defaults(command=run_simulate)
     for command in (generate, bench):
         command.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the model")
         command.add_argument("--executor", default="torch", help="what started them: torch (torchrun), or ray")
@@ -83,6 +87,53 @@ def add_kernel_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--threads", type=int, default=0, help="0: all usable cores")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--json", action="store_true")
+
+
+def add_simulate_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--hardware", default="h200-8sm-14t", help="a preset (an unknown one lists them), here, or a profile's file")
+    p.add_argument("--model", default="llama-3.1-8b", help="the shape of a model: " + ", ".join(MODELS))
+    p.add_argument("--dtype", default="float16")
+    p.add_argument("--policy", default="neo", help=", ".join(MODES))
+    p.add_argument("--workload", default="synthetic:1000,200", help="synthetic:PROMPT,OUTPUT; osc, azure-code, azure-conv")
+    p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
+    p.add_argument("--requests", type=int, default=300)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--gpu-kv-tokens", type=int, default=0, help="0: what the card holds beside weights and activations")
+    p.add_argument("--cpu-kv-gib", type=float, default=0.0, help="0: half of the host's memory")
+    p.add_argument("--max-batched-tokens", type=int, default=2048)
+    p.add_argument("--max-seqs", type=int, default=512)
+    p.add_argument("--trace", default="", help="write a Chrome/Perfetto trace of a few iterations to this file")
+    p.add_argument("--json", action="store_true")
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """The same engine and scheduler on a virtual clock: no GPU, no weights."""
+    from tqdm import tqdm
+
+    from neo_lite import hardware, simulator, workload
+
+    model, costs, config = hardware.setting(args)
+    arrivals = workload.parse(args.workload, args.requests, args.rate, args.seed)
+    with tqdm(total=len(arrivals), unit=" requests", delay=2, leave=False) as bar:
+        result = simulator.simulate(model, costs, config, arrivals, progress=lambda done: bar.update(done - bar.n))
+    if args.trace:
+        middle = len(result.iterations) // 2
+        Path(args.trace).write_text(json.dumps(result.timeline(middle, middle + 24).chrome_trace()))
+    row = {
+        "command": _command("simulate", args), "source": "simulated", "hardware": args.hardware, "stage_times": costs.source,
+        "model": model.name, "dtype": args.dtype, "policy": args.policy, "workload": args.workload,
+        "lengths": workload.source(args.workload), "rate_per_s": args.rate if args.rate < float("inf") else None,
+        "seed": args.seed, "gpu_kv_tokens": config.gpu_kv_tokens, "cpu_kv_tokens": config.cpu_kv_tokens, **result.summary(),
+    }  # fmt: skip
+    print(json.dumps(row) if args.json else "\n".join(f"{k:24}{v}" for k, v in row.items()))
+    return 0
+
+
+def _command(name: str, args: argparse.Namespace) -> str:
+    """The command line that gives these settings."""
+    skip = ("command", "json", "trace")
+    options = (f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if k not in skip)
+    return f"python -m neo_lite {name} " + " ".join(options)
 
 
 def run_kernel_bench(args: argparse.Namespace) -> int:

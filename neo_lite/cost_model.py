@@ -197,14 +197,41 @@ class Profile:
 
     # ---- Files ----
 
+    @property
+    def source(self) -> str:
+        """Where the stage times come from, for people: a machine that was measured, or a roofline."""
+        return f"roofline of {self.stamp['hardware']}" if "hardware" in self.stamp else machine_in(self.stamp)
+
+    def check(self, model: str, dtype: str, stamp: Mapping[str, Any] | None = None, threads: int = 0) -> Profile:
+        """Itself; raises NeoLiteError unless it is of this model and dtype, and of this machine and threads, if given."""
+        pairs: list[tuple[str, Any, Any]] = [("model", self.model, model), ("dtype", self.dtype, dtype)]
+        if stamp and "gpu" in self.stamp:
+            pairs += [("machine", machine_in(self.stamp), machine_in(stamp)), ("number of threads", self.threads, threads)]
+        for what, ours, asked in pairs:
+            if ours and asked and ours != asked:
+                remedy = "measure one here with python -m neo_lite profile"
+                raise NeoLiteError(f"the profile is of another {what}, {ours}, not {asked}: {remedy}")
+        return self
+
     def save(self, path: Path) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         points = {n: v.points if isinstance(v, Curve) else v for n, v in values.items()}
         path.write_text(json.dumps(points) + "\n")
 
     @staticmethod
-    def load(path: Path) -> Profile:
-        return Profile(**json.loads(path.read_text()))
+    def load(path: str | Path) -> Profile:
+        try:
+            return Profile(**json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise NeoLiteError(f"profile {path} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError) as error:
+            raise NeoLiteError(f"{path} holds no profile ({error}): make one with python -m neo_lite profile") from None
+
+
+def machine_in(stamp: Mapping[str, Any]) -> str:
+    """What a stamp was made on, as far as it decides stage times: the GPU or the part of it, and the CPU."""
+    card, host = stamp.get("gpu"), f"{stamp.get('usable_cores')} cores of {stamp.get('cpu')}"
+    return f"{card['partition_sms'] or card['sms']} SMs of {card['name']}, {host}" if card else host
 
 
 def kv_tokens(works: Iterable[Work]) -> int:

@@ -12,7 +12,7 @@ One layer as it is charged and drawn, `layer` seconds long (`Stages.layer`; 0, 1
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from neo_lite import metrics
@@ -40,6 +40,7 @@ class Iteration(NamedTuple):
     requests: tuple[int, int, int]  # prefills, GPU decodes, CPU decodes
     waiting: int  # requests that no pool has room for, after planning
     swaps: int
+    forced: bool  # against the policy's own rule, since somebody waited too long or nothing else could run
 
 
 class VirtualDevices:
@@ -58,9 +59,7 @@ class VirtualDevices:
     def run(self, plan: IterationPlan) -> dict[int, int]:
         """Moves the clock to the iteration's end and samples a dummy for each request whose tokens are all computed."""
         costs, start_s = self.costs, self.now_s
-        tokens = {
-            w.request.id: DUMMY for b in plan.batches for works in (b.gpu_decodes, b.cpu_decodes) for w in works
-        }
+        tokens = {w.request.id: DUMMY for b in plan.batches for works in (b.gpu_decodes, b.cpu_decodes) for w in works}
         tokens.update({w.request.id: DUMMY for b in plan.batches for w in b.prefills if w.samples})
         stages = costs.stages(plan.batches)
         layer_s = stages.paper_layer if costs.launch_s else stages.layer
@@ -70,6 +69,7 @@ class VirtualDevices:
             Iteration(
                 start_s, self.now_s, kind_of(plan), stages, layer_s, head_s, transfer_s,
                 sum(b.num_tokens for b in plan.batches), count(plan), len(self.queue), len(plan.moves),
+                bool(plan.forced),
             )
         )  # fmt: skip
         if self.plans is not None:
@@ -137,6 +137,7 @@ class SimResult(NamedTuple):
         return {
             "seconds": self.span_s, "requests_per_s_30_70": metrics.window_throughput(self.requests),
             **metrics.summary(self.requests), "iterations": self.kinds,
+            "forced_share": sum(i.forced for i in self.iterations) / len(self.iterations),
             "swaps": sum(r.num_swaps for r in self.requests),
             "recomputes": sum(r.num_recomputes for r in self.requests),
             "busy_fractions": {name: round(value, 4) for name, value in self.busy_fractions.items()},
