@@ -90,11 +90,15 @@ def add_kernel_bench_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def add_simulate_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--hardware", default="h200-8sm-14t", help="a preset (an unknown one lists them), here, or a profile's file")
+    p.add_argument(
+        "--hardware", default="h200-8sm-14t", help="a preset (an unknown one lists them), here, or a profile's file"
+    )
     p.add_argument("--model", default="llama-3.1-8b", help="the shape of a model: " + ", ".join(MODELS))
     p.add_argument("--dtype", default="float16")
     p.add_argument("--policy", default="neo", help=", ".join(MODES))
-    p.add_argument("--workload", default="synthetic:1000,200", help="synthetic:PROMPT,OUTPUT; osc, azure-code, azure-conv")
+    p.add_argument(
+        "--workload", default="synthetic:1000,200", help="synthetic:PROMPT,OUTPUT; osc, azure-code, azure-conv"
+    )
     p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
     p.add_argument("--requests", type=int, default=300)
     p.add_argument("--seed", type=int, default=0)
@@ -112,8 +116,13 @@ def run_simulate(args: argparse.Namespace) -> int:
 
     from neo_lite import hardware, simulator, workload
 
-    model, costs, config = hardware.setting(args)
+    model, costs, config = hardware.setting(
+        args.hardware, args.model, args.dtype, args.gpu_kv_tokens, args.cpu_kv_gib,
+        mode=args.policy, max_batched_tokens=args.max_batched_tokens, max_seqs=args.max_seqs,
+    )  # fmt: skip
     arrivals = workload.parse(args.workload, args.requests, args.rate, args.seed)
+    if args.trace:
+        Path(args.trace).touch()  # or a long run would end in vain
     with tqdm(total=len(arrivals), unit=" requests", delay=2, leave=False) as bar:
         result = simulator.simulate(model, costs, config, arrivals, progress=lambda done: bar.update(done - bar.n))
     if args.trace:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from neo_lite import machine
-from neo_lite.config import HardwareSpec, ModelConfig, NeoLiteError
+from neo_lite.config import MODELS, EngineConfig, HardwareSpec, ModelConfig, NeoLiteError
 from neo_lite.cost_model import Profile, roofline
 
 Part = Mapping[str, tuple[float, str]]  # field -> its value and where that comes from
@@ -38,13 +38,11 @@ HARDWARE: Mapping[str, HardwareSpec] = {
 
 def find(name: str) -> HardwareSpec:
     """A preset, or `here`: the machine at hand, measured now. Raises NeoLiteError."""
-    if name == "here":
-        return here()
-    if name not in HARDWARE:
+    if name != "here" and name not in HARDWARE:
         raise NeoLiteError(
-            f"hardware {name!r} is unknown: choose here, a profile's file, or one of {', '.join(HARDWARE)}"
+            f"hardware {name!r} is unknown: choose here, the file of a profile, or {', '.join(HARDWARE)}"
         )
-    return HARDWARE[name]
+    return here() if name == "here" else HARDWARE[name]
 
 
 def costs_of(spec: HardwareSpec, model: ModelConfig, dtype: str = "float16") -> Profile:
@@ -69,6 +67,36 @@ def gpu_kv_tokens(spec: HardwareSpec, model: ModelConfig, dtype: str, max_batche
             " or a smaller model"
         )
     return tokens
+
+
+def setting(
+    name: str, model: str, dtype: str = "float16", gpu_kv: int = 0, cpu_kv_gib: float = 0.0, **config: Any
+) -> tuple[ModelConfig, Profile, EngineConfig]:  # fmt: skip
+    """What the simulator takes, from names: a preset or a profile's file, a model's shape, settings of `EngineConfig`.
+
+    0 for a pool: what the card holds beside weights and activations, and half of the host's memory.
+    """
+    shape = MODELS.get(model.removeprefix("random:"))
+    if shape is None:
+        raise NeoLiteError(f"model {model!r} is unknown: choose one of {', '.join(MODELS)}")
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise NeoLiteError(f"dtype {dtype!r} is unknown: choose float16, bfloat16 or float32")
+    if not 0 <= cpu_kv_gib < 2**40:  # nan, too
+        raise NeoLiteError(
+            f"cpu_kv_gib is {cpu_kv_gib}: give a number of GiB above 0, or 0 for half of the host's memory"
+        )
+    cpu_bytes = cpu_kv_gib * 2**30
+    if Path(name).is_file():
+        costs = Profile.load(name).check(shape.name, dtype)
+        if not gpu_kv or not cpu_bytes:
+            raise NeoLiteError(f"{name} says nothing of memory: give --gpu-kv-tokens and --cpu-kv-gib")
+    else:
+        spec = find(name)
+        costs = costs_of(spec, shape, dtype)
+        most = gpu_kv_tokens(spec, shape, dtype, config.get("max_batched_tokens", EngineConfig.max_batched_tokens))
+        gpu_kv, cpu_bytes = gpu_kv or most, cpu_bytes or spec.cpu_memory_bytes / 2
+    cpu_kv_tokens = int(cpu_bytes / shape.kv_bytes_per_token(dtype))
+    return shape, costs, EngineConfig(gpu_kv_tokens=gpu_kv, cpu_kv_tokens=cpu_kv_tokens, **config)
 
 
 # ---- The machine at hand ----
