@@ -81,11 +81,7 @@ def build_engine(
         raise NeoLiteError(f"config is {config!r}: give an EngineConfig, or settings by name such as mode='simple'")
     config = replace(config or EngineConfig(), **changes)
     timeline = timeline or Timeline(enabled=False)
-    measuring = issubclass(POLICIES[config.mode], Neo) and costs is None
-    if model.shard:
-        pipeline: Pipeline = model.shard.pipeline(model, config, timeline, measuring)
-    else:
-        pipeline = Pipeline(model, config, timeline)
-    if measuring:
-        costs = measure(pipeline)
+    pipeline = model.shard.pipeline(model, config, timeline) if model.shard else Pipeline(model, config, timeline)
+    if issubclass(POLICIES[config.mode], Neo) and costs is None:
+        costs = model.shard.together(measure, pipeline) if model.shard else measure(pipeline)
     return Engine(config, model.whole, pipeline, timeline=timeline, costs=costs)

@@ -23,6 +23,7 @@ from neo_lite import machine, metrics
 from neo_lite.api import build_engine, load_model
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.engine import Engine
+from neo_lite.profiler import measure_all_reduce
 from neo_lite.request import Request, SamplingParams
 from neo_lite.timeline import Timeline
 from neo_lite.workload import Arrival, parse, random_prompt
@@ -52,7 +53,8 @@ def main(args: argparse.Namespace, ranks: Any = None) -> int:
         "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens, "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP,
         "repeats": 1, "seconds": run.seconds, "requests_per_s_30_70": metrics.window_throughput(run.requests),
         **metrics.summary(run.requests), **run.report(), **busy(timeline),
-        **({"all_reduce_s": engine.executor.measure_all_reduce()} if ranks else {}),  # type: ignore[attr-defined]
+        **graphs(engine),
+        **({"all_reduce_s": model.shard.together(measure_all_reduce, engine.executor).points} if model.shard else {}),
         "tensor_parallel": args.tensor_parallel, "stamp": stamp,
     }  # fmt: skip
     if args.trace:
@@ -164,6 +166,12 @@ def busy(timeline: Timeline) -> dict[str, Any]:
     on_cpu_s = timeline.busy_s("cpu")
     hidden = round(timeline.overlap_s("gpu", "cpu") / on_cpu_s, 4) if on_cpu_s else None
     return {"busy_fractions": fractions, "cpu_hidden_behind_gpu": hidden}
+
+
+def graphs(engine: Engine) -> dict[str, Any]:
+    """How often a CUDA graph was captured, and how often one was replayed, warm-up included."""
+    made = getattr(engine.executor, "graphs", None)
+    return {"graphs": {"captured": made.captures, "replayed": made.replays} if made else None}
 
 
 def command_of(args: argparse.Namespace) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
 import io
 import os
 import pickle
@@ -25,11 +24,9 @@ import secrets
 import shlex
 import signal
 import socket
-import statistics
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, cast
@@ -44,13 +41,11 @@ from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.machine import check_memory, code_version, usable_cores
 from neo_lite.model import Llama
 from neo_lite.pipeline import Pipeline
-from neo_lite.profiler import measure
 from neo_lite.request import IterationPlan, Move, Request, SubBatch, Work
 from neo_lite.timeline import Timeline
 
 GRACE_S = 10.0  # between a rank's death and the end of whoever hangs on it
 REPORT_S = 3.0  # in which the reason of a death arrives
-DIED = "died without a word (killed, or out of memory?)"
 
 
 class PeerLost(NeoLiteError):
@@ -139,56 +134,44 @@ class Shard:
             dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return float(x)
 
-    def pipeline(self, model: Llama, config: EngineConfig, timeline: Timeline, measuring: bool) -> RankPipeline:
+    def pipeline(self, model: Llama, config: EngineConfig, timeline: Timeline) -> RankPipeline:
         """This rank's pipeline, with pools of its own and its share of the host's threads. `config` counts tokens of
-        whole requests and threads of the whole host. `measuring`: a measurement of all ranks follows."""
+        whole requests and threads of the whole host."""
         ranks = self.ranks
-        ranks.tell("engine", config, measuring)
-        on_host = config.cpu_kv_tokens + (0 if ranks.device.startswith("cuda") else config.gpu_kv_tokens)
+        ranks.tell("engine", config)
+        on_host = config.cpu_kv_tokens + (config.gpu_kv_tokens if ranks.device == "cpu" else 0)
         num_bytes = on_host * self.config.kv_bytes_per_token(str(model.dtype)[6:]) * ranks.local_size
         check_memory(num_bytes, f"the KV pools of this host's {ranks.local_size} ranks (lower cpu_kv_tokens)")
         threads = max(1, (config.cpu_threads or usable_cores()) // ranks.local_size)
         return RankPipeline(model, replace(config, cpu_threads=threads), timeline)
 
+    def together(self, work: Callable[[Any], Any], pipeline: Any) -> Any:
+        """A measurement in which ranks wait for one another: `work(pipeline)` on each; its result on rank 0."""
+        self.ranks.tell(work)
+        return work(pipeline)
+
 
 class RankPipeline(Pipeline):
     """The pipeline of one rank. Rank 0's sends each plan to the others before it runs it."""
 
+    @property
+    def ranks(self) -> Ranks:
+        return cast(Shard, self.model.shard).ranks
+
     def run(self, plan: IterationPlan) -> dict[int, int]:
-        assert self.model.shard is not None
-        ranks = self.model.shard.ranks
+        ranks = self.ranks
+        ranks.check()
         try:
-            ranks.check()
-            ranks.tell("plan", *pack(plan))
+            ranks.tell("plan", self.timeline.enabled, pack(plan))
             tokens = super().run(plan)
             ranks.check()  # a collective of NCCL that was broken off ends like any other
             return tokens
         except BaseException as error:
-            lost = ranks.failure if ranks.failed.is_set() else str(error) if isinstance(error, PeerLost) else ""
             ranks.failure = ranks.failure or "an iteration broke off on rank 0"
-            if lost and ranks.rank == 0:
-                raise NeoLiteError(f"{lost}; requests in flight, now failed: {len(list(plan.work))}") from error
+            if ranks.failed.is_set():
+                failed = len(list(plan.work))
+                raise NeoLiteError(f"{ranks.failure}; requests in flight, now failed: {failed}") from error
             raise
-
-    def measure_all_reduce(self, tokens: Sequence[int] = (1, 16, 64, 256, 1024, 2048)) -> list[tuple[int, float]]:
-        """Seconds of one all-reduce of [n, hidden], of which a layer has two: a curve for the cost model."""
-        shard = self.model.shard
-        assert shard is not None
-        shard.ranks.tell("all_reduce", tokens)
-        sync = torch.cuda.synchronize if self.model.device.type == "cuda" else lambda: None
-
-        def once(x: Tensor) -> float:
-            sync()
-            start_s = time.perf_counter()
-            shard.all_reduce(x)
-            sync()
-            return shard.slowest(time.perf_counter() - start_s)
-
-        sizes = [
-            torch.zeros(n, self.model.whole.hidden_size, dtype=self.model.dtype, device=self.model.device)
-            for n in tokens
-        ]
-        return [(len(x), statistics.median([once(x) for _ in range(12)][2:])) for x in sizes]
 
 
 # ---- A plan on its way ----
@@ -221,6 +204,7 @@ def follow(ranks: Ranks) -> int:
     """Every rank but 0: builds what rank 0 builds and runs its plans, until it says that this is all."""
     model: Any = None
     pipeline: Any = None
+    what = ""
     try:
         while (message := ranks.receive()) is not None:
             kind, *rest = message
@@ -228,21 +212,20 @@ def follow(ranks: Ranks) -> int:
                 model = load_model(rest[0], "auto", rest[1], ranks)
             elif kind == "engine":
                 pipeline = None  # its pools make room for the next one's
-                pipeline = model.shard.pipeline(model, rest[0], Timeline(enabled=False), rest[1])
+                pipeline = model.shard.pipeline(model, rest[0], Timeline(enabled=False))
                 pipeline.sample = lambda logits, requests: [0] * len(requests)  # rank 0 draws
-                if rest[1]:
-                    measure(pipeline)
-            elif kind == "all_reduce":
-                pipeline.measure_all_reduce(*rest)
+            elif kind == "plan":  # recorded iterations take another way through the same layers: all ranks the same
+                pipeline.timeline.enabled = rest[0]
+                pipeline.run(unpack(*rest[1]))
+                pipeline.timeline.events.clear()
             else:
-                pipeline.run(unpack(*rest))
+                kind(pipeline)
         return 0
-    except PeerLost:
-        if not ranks.leader_lives() and ranks.rank == 1:
-            print(f"neo_lite: rank 0 {DIED}", file=sys.stderr)
     except Exception as error:
         name = "" if isinstance(error, NeoLiteError) else f"{type(error).__name__}: "
-        ranks.report("failed: " + name + (str(error).strip().splitlines() or ["no reason given"])[0])
+        what = "" if isinstance(error, PeerLost) else f"failed: {name}{str(error).strip().splitlines()[0]}"
+    with contextlib.suppress(OSError):
+        ranks.peers[0].send(what)
     return 1
 
 
@@ -252,27 +235,21 @@ def follow(ranks: Ranks) -> int:
 class Ranks:
     """This process among the ranks: its number, its device, the collectives, the connections with rank 0."""
 
-    def __init__(self, device: str, identity: Mapping[str, Any]) -> None:
-        self.rank, self.size, self.local_rank, self.local_size = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-        )
+    def __init__(self, device: str, identity: dict[str, Any]) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun and `RayRank` set them
+        self.rank, self.size, self.local_rank, self.local_size = (int(os.environ[name]) for name in names)
         gpus = 0 if device == "cpu" else torch.cuda.device_count()
         self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
         self.failure, self.failed, self.told, self.closing = "", threading.Event(), threading.Event(), False
         self.peers: dict[int, Connection] = {}  # rank 0: all others; on those: rank 0
         store = next(dist.rendezvous("env://"))[0]
         me = {**identity, "gpus": gpus, "local_rank": self.local_rank}
-        if self.rank == 0:
-            self._meet(store, me)
-        else:
-            self._join(store, me)
+        (self._join if self.rank else self._meet)(store, me)
         if gpus:
             torch.cuda.set_device(self.local_rank)
-        dist.init_process_group(
-            "nccl" if gpus else "gloo", store=dist.PrefixStore("neo_lite", store), rank=self.rank, world_size=self.size,
-            device_id=torch.device(self.device) if gpus else None,
-        )  # fmt: skip
+        backend, on = ("nccl", torch.device(self.device)) if gpus else ("gloo", None)
+        store = dist.PrefixStore("neo_lite", store)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, device_id=on)
 
     def _meet(self, store: Any, me: dict[str, Any]) -> None:
         """Rank 0: a connection with each of the others, which are let in if they are what it is."""
@@ -287,9 +264,8 @@ class Ranks:
                 self.peers[rank] = connection
         check_alike(hellos)
         self.tell("welcome")
-        self._sigterm: Any = signal.SIG_DFL
         if threading.current_thread() is threading.main_thread():
-            self._sigterm = signal.signal(signal.SIGTERM, self._terminated)
+            signal.signal(signal.SIGTERM, self._terminated)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _join(self, store: Any, me: dict[str, Any]) -> None:
@@ -313,19 +289,18 @@ class Ranks:
 
     def tell(self, *message: Any) -> None:
         """From rank 0 to all others, which take it up by `receive`; nothing at all is the end. On those it does nothing."""
-        if self.rank == 0:
-            data = pickle.dumps(message or None)
-            try:
-                for connection in self.peers.values():
-                    connection.send_bytes(data)
-            except OSError as error:
-                raise PeerLost(self.why(error)) from error
+        data = pickle.dumps(message or None)
+        try:
+            for connection in () if self.rank else self.peers.values():
+                connection.send_bytes(data)
+        except OSError as error:
+            raise PeerLost(self.why(error)) from error
 
     def receive(self) -> Any:
         try:
             return self.peers[0].recv()
         except (EOFError, OSError) as error:
-            raise PeerLost(f"rank 0 {DIED}") from error
+            raise PeerLost("rank 0 is gone") from error
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -335,10 +310,6 @@ class Ranks:
         except RuntimeError as error:
             raise PeerLost(self.why(error)) from error
 
-    def check(self) -> None:
-        if self.failure:
-            raise NeoLiteError(f"{self.failure}: start the ranks again")
-
     def why(self, error: object) -> str:
         """On rank 0 who died of what, as soon as that is known."""
         self.told.set()
@@ -346,18 +317,9 @@ class Ranks:
             self.failed.wait(REPORT_S)
         return self.failure or f"a rank was lost ({str(error).splitlines()[0]:.120})"
 
-    def report(self, what: str) -> None:
-        """To rank 0, before this rank ends."""
-        with contextlib.suppress(OSError):
-            self.peers[0].send(what)
-
-    def leader_lives(self) -> bool:
-        """Whether rank 0 is there, or has said goodbye; it is told that this rank is a victim, not a cause."""
-        self.report("")
-        try:
-            return not self.peers[0].poll(REPORT_S) or self.receive() is None
-        except (PeerLost, OSError):
-            return False
+    def check(self) -> None:
+        if self.failure:
+            raise NeoLiteError(f"{self.failure}: start the ranks again")
 
     def _watch(self) -> None:
         """A thread of rank 0: the first rank that fails, or goes without a word, is why the run ends."""
@@ -366,9 +328,9 @@ class Ranks:
             for connection in cast("list[Connection]", wait(list(ranks))):
                 rank = ranks.pop(connection)
                 try:
-                    what = connection.recv()
+                    what = connection.recv()  # "": it lost another rank
                 except (EOFError, OSError):
-                    what = DIED
+                    what = "died without a word (killed, or out of memory?)"
                 if what and not self.closing and not self.failed.is_set():
                     self._fail(f"rank {rank} {what}")
 
@@ -387,36 +349,25 @@ class Ranks:
         if not self.told.is_set():
             raise NeoLiteError(self.why("stopped by SIGTERM"))
 
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.closing = True
-        if self.rank == 0:
-            signal.signal(signal.SIGTERM, self._sigterm)
-            with contextlib.suppress(PeerLost):
-                self.tell()
-        gc.collect()  # CUDA graphs hold on to their communicator
+        with contextlib.suppress(PeerLost):
+            self.tell()
         if not self.failed.is_set():
+            gc.collect()  # CUDA graphs hold on to their communicator
             dist.destroy_process_group()
-            signal.alarm(0)
 
 
-def check_alike(hellos: Mapping[int, Mapping[str, Any]]) -> None:
+def check_alike(hellos: dict[int, dict[str, Any]]) -> None:
     """Raises NeoLiteError unless all ranks run the same, each on a GPU of its own where there are any."""
-    on_gpu = any(hello["gpus"] for hello in hellos.values())
+    ours, on_gpu = hellos[0], any(hello["gpus"] for hello in hellos.values())
     for rank, hello in sorted(hellos.items()):
-        for name in hellos[0].keys() - {"gpus", "local_rank"}:
-            if hello.get(name) != hellos[0][name]:
-                raise NeoLiteError(
-                    f"rank {rank} has {name} {hello.get(name)!r} and rank 0 {hellos[0][name]!r}: start all ranks by the"
-                    " same command, on the same versions"
-                )
+        if other := next((k for k in ours.keys() - {"gpus", "local_rank"} if hello.get(k) != ours[k]), None):
+            clash = f"rank {rank} has {other} {hello.get(other)!r} and rank 0 {ours[other]!r}"
+            raise NeoLiteError(f"{clash}: start all ranks by the same command, on the same versions")
         if on_gpu and hello["local_rank"] >= hello["gpus"]:
-            raise NeoLiteError(
-                f"--tensor-parallel {len(hellos)}: rank {rank} needs a GPU of its own, and its machine has"
-                f" {hello['gpus']}: ask for fewer ranks, or add --device cpu"
-            )
+            lack = f"rank {rank} needs a GPU of its own, and its machine has {hello['gpus']}"
+            raise NeoLiteError(f"--tensor-parallel {len(hellos)}: {lack}: ask for fewer ranks, or add --device cpu")
 
 
 # ---- Starting them ----
@@ -424,16 +375,17 @@ def check_alike(hellos: Mapping[int, Mapping[str, Any]]) -> None:
 
 def run(args: argparse.Namespace, command: Callable[..., int]) -> int:
     """A command on `args.tensor_parallel` ranks: in this process, as one of torchrun's, or in Ray's actors."""
-    count, started = args.tensor_parallel, int(os.environ.get("WORLD_SIZE", 1))
-    check_arguments(args, started)
-    if count == 1:
+    check_arguments(args, int(os.environ.get("WORLD_SIZE", 1)))
+    if args.tensor_parallel == 1:
         return command(args)
     if args.executor == "ray":
         return on_ray(args)
-    identity = {k: v for k, v in vars(args).items() if not callable(v)}
+    identity = {name: value for name, value in vars(args).items() if not callable(value)}
     try:
-        with Ranks(args.device, {"neo_lite": code_version(), "torch": torch.__version__, **identity}) as ranks:
-            return follow(ranks) if ranks.rank else command(args, ranks)
+        with contextlib.closing(
+            Ranks(args.device, {"neo_lite": code_version(), "torch": torch.__version__, **identity})
+        ) as r:
+            return follow(r) if r.rank else command(args, r)
     except NeoLiteError:
         if os.environ["RANK"] == "0":
             raise
@@ -441,19 +393,19 @@ def run(args: argparse.Namespace, command: Callable[..., int]) -> int:
 
 
 def check_arguments(args: argparse.Namespace, started: int) -> None:
-    count = args.tensor_parallel
+    count, asked = args.tensor_parallel, f"--tensor-parallel {args.tensor_parallel}"
     if count < 1:
-        raise NeoLiteError(f"--tensor-parallel {count}: give a whole number from 1 on")
+        raise NeoLiteError(f"{asked}: give a whole number from 1 on")
     if args.executor not in ("torch", "ray"):
         raise NeoLiteError(f"--executor {args.executor!r} is unknown: choose torch or ray")
-    if count == 1 and started > 1:
-        raise NeoLiteError(f"{started} ranks were started: add --tensor-parallel {started}, or they all do the same")
-    if count > 1 and args.executor == "torch" and started != count:
+    if count == 1 < started:
+        raise NeoLiteError(f"{started} ranks were started and would all do the same: add --tensor-parallel {started}")
+    if args.executor == "torch" and started != count:
         launch = f"python -m torch.distributed.run --nproc-per-node {count} -m neo_lite {shlex.join(sys.argv[1:])}"
-        raise NeoLiteError(f"--tensor-parallel {count} needs {count} ranks, not {started}: {launch}")
+        raise NeoLiteError(f"{asked} needs {count} ranks, not {started}: {launch}")
     if count > 1 and (args.device not in ("auto", "cpu", "cuda") or getattr(args, "num_sms", 0)):
         raise NeoLiteError(
-            "with --tensor-parallel each rank takes a whole GPU: leave --num-sms and a number in --device out"
+            f"{asked}: each rank takes a whole GPU, by its number: give no --num-sms, and --device cuda or cpu"
         )
 
 
@@ -464,15 +416,16 @@ class RayRank:
         """Its machine's address and a free port there."""
         import ray
 
-        with socket.socket() as free:
-            free.bind(("", 0))
+        with socket.create_server(("", 0)) as free:
             return ray.util.get_node_ip_address(), free.getsockname()[1]
 
-    def main(self, argv: list[str], **environment: str) -> tuple[int, str, str]:
+    def main(self, argv: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+        from neo_lite.__main__ import main
+
         os.environ.update(environment)
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = importlib.import_module("neo_lite.__main__").main(argv)
+            code = main(argv)
         return code, out.getvalue(), err.getvalue()
 
 
@@ -483,38 +436,39 @@ def on_ray(args: argparse.Namespace) -> int:
         import ray
     except ImportError:
         raise NeoLiteError("--executor ray needs Ray, which is not installed: pip install 'neo-lite[ray]'") from None
-    count, here = args.tensor_parallel, "RAY_ADDRESS" not in os.environ
-    local = {"address": "local", "include_dashboard": False, "object_store_memory": 100 << 20} if here else {}
+    local = {"address": "local", "include_dashboard": False, "object_store_memory": 100 << 20}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}, **local)
+    environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+    ray.init(
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env=environment,
+        **({} if "RAY_ADDRESS" in os.environ else local),
+    )
     try:
-        gpus = int(ray.cluster_resources().get("GPU", 0)) if args.device != "cpu" else 0
+        count, gpus = args.tensor_parallel, 0 if args.device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
         if 0 < gpus < count:
             raise NeoLiteError(
                 f"--tensor-parallel {count}: Ray has {gpus} GPUs: ask for fewer ranks, or add --device cpu"
             )
-        ranks = [ray.remote(num_cpus=0, num_gpus=min(1, gpus))(RayRank).remote() for _ in range(count)]
-        places = ray.get([rank.place.remote() for rank in ranks])
-        (host, port), hosts = places[0], [place[0] for place in places]
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
-        argv = [*sys.argv[1:], "--executor", "torch"]  # Ray shows each actor one GPU: number 0
-        return report(ray, [
-            rank.main.remote(argv, RANK=str(i), LOCAL_WORLD_SIZE=str(hosts.count(hosts[i])), **shared)
-            for i, rank in enumerate(ranks)
-        ])  # fmt: skip
+        actors = [ray.remote(num_cpus=0, num_gpus=min(1, gpus))(RayRank).remote() for _ in range(count)]
+        runs = _start(ray, actors)
+        ray.wait(runs)  # for the first to end: rank 0 is not far behind
+        code, out, err = ray.get(runs[0], timeout=2 * GRACE_S)
+    except ray.exceptions.RayError as error:
+        raise NeoLiteError(f"rank 0 died: {str(error).strip().splitlines()[0]}") from None
     finally:
         ray.shutdown()
-
-
-def report(ray: Any, runs: list[Any]) -> int:
-    """Prints what rank 0 says; it ends soon after the first rank that ends."""
-    first = ray.wait(runs, num_returns=1)[0][0]
-    ended = ray.wait(runs[:1], num_returns=1, timeout=2 * GRACE_S)[0]
-    try:
-        code, out, err = ray.get(ended[0] if ended else first)
-    except ray.exceptions.RayError as error:
-        rank = 0 if ended else runs.index(first)
-        raise NeoLiteError(f"rank {rank} died: {str(error).strip().splitlines()[0]}") from None
-    sys.stdout.write(out)
-    sys.stderr.write(err)
+    print(out, end="")
+    print(err, end="", file=sys.stderr)
     return code
+
+
+def _start(ray: Any, actors: list[Any]) -> list[Any]:
+    places = ray.get([actor.place.remote() for actor in actors])
+    hosts, argv = [host for host, _ in places], [*sys.argv[1:], "--executor", "torch"]
+    shared = {"WORLD_SIZE": str(len(actors)), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(places[0][1])}
+    own = [{"RANK": str(i), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(hosts.count(h))} for i, h in enumerate(hosts)]
+    return [
+        actor.main.remote(argv, shared | env) for actor, env in zip(actors, own)
+    ]  # Ray shows each its GPU as number 0

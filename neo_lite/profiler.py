@@ -38,6 +38,19 @@ def measure(pipeline: Pipeline) -> Profile:
         timeline.enabled = recording
 
 
+@torch.inference_mode()
+def measure_all_reduce(pipeline: Pipeline) -> Curve:
+    """Tokens -> seconds of one all-reduce of [tokens, hidden] over the ranks of a model. A layer has two: in `linear`."""
+
+    def work_of(tokens: int) -> Callable[[], float]:
+        x = torch.zeros(
+            tokens, pipeline.model.config.hidden_size, dtype=pipeline.model.dtype, device=pipeline.model.device
+        )
+        return lambda: _timed(pipeline, lambda _: pipeline.model.shard and pipeline.model.shard.all_reduce(x))
+
+    return _curve([n for n in TOKENS if n <= pipeline.config.max_batched_tokens], work_of)
+
+
 def _profile(pipeline: Pipeline) -> Profile:
     model, limit = pipeline.model, pipeline.config.max_batched_tokens
     widths = [n for n in TOKENS if n < limit] + [limit]
