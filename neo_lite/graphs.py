@@ -26,6 +26,7 @@ class Graphs:
 
     def __init__(self, forward: Callable[[list[Rows]], Tensor], cache: KVCache, streams: Cuda | Host) -> None:
         self.forward, self.cache, self.streams = forward, cache, streams
+        self.captures = self.replays = 0
         self.seen: set[Sizes] = set()
         self.captured: dict[Sizes, tuple[list[Rows], Callable[[], Tensor]]] = {}
 
@@ -37,13 +38,16 @@ class Graphs:
             return self.forward(batches)
         if sizes not in self.captured:
             if len(self.captured) == KEPT:
-                self.captured.pop(next(iter(self.captured)))
+                self.seen.remove(oldest := next(iter(self.captured)))
+                del self.captured[oldest]
             fixed = [fix(rows, self.cache) for rows in batches]
             self.captured[sizes] = fixed, self.streams.capture(lambda: self.forward(fixed))
+            self.captures += 1
         fixed, replay = self.captured[sizes]
         for i, (rows, new) in enumerate(zip(fixed, batches, strict=True)):
             fill(rows, new)
             self.streams.check(i, self.cache.pools["cpu"], rows.cpu_decodes)
+        self.replays += 1
         return replay()
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -35,6 +36,8 @@ from neo_lite.request import IterationPlan
 from neo_lite.rows import Part, Rows, rows_of
 from neo_lite.streams import Cuda, Host, Pending, failure
 from neo_lite.timeline import Timeline
+
+UNPIPELINED = ("gpu-only", "gpu-only-unchunked", "simple")  # modes in which nothing need run beside the GPU
 
 
 class Pipeline:
@@ -64,7 +67,8 @@ class Pipeline:
             problem = failure(error)
             if problem is None:
                 raise
-        torch.cuda.empty_cache()  # out here, where no traceback holds the iteration's tensors any more
+        with suppress(RuntimeError):  # out here, where no traceback holds the iteration's tensors any more
+            torch.cuda.empty_cache()
         raise NeoLiteError(problem)
 
     @torch.inference_mode()
@@ -168,6 +172,9 @@ class Pipeline:
         except CompilerMissing as error:
             if self.cache.pools["cpu"].int8:
                 raise
+            if self.model.device.type == "cuda" and self.config.mode not in UNPIPELINED:
+                raise NeoLiteError(f"mode {self.config.mode} needs the CPU kernel on a CUDA stream, and there is {error};"
+                                   f" without it this machine runs {', '.join(UNPIPELINED)}") from None  # fmt: skip
             warnings.warn(f"{error}; until then torch computes CPU attention, at a fraction of the speed", stacklevel=3)
             return attention.gathered_decode, None
         backend = partial(attention.cpu_kernel_decode, threads=self.config.cpu_threads)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 
 import pytest
 import torch
+from conftest import ROOT
 
 from neo_lite import bench
 from neo_lite.__main__ import main
+from neo_lite.api import build_engine, load_model
 from neo_lite.config import NeoLiteError
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import soak
 
 SMALL = ["bench", "--model", "random:tiny", "--device", "cpu", "--requests", "6", "--workload", "synthetic:40,10",
          "--gpu-kv-tokens", "200", "--cpu-kv-gib", "0.001", "--max-batched-tokens", "128"]  # fmt: skip
@@ -43,3 +49,22 @@ def test_without_a_gpu_no_part_of_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NeoLiteError, match="--num-sms 8 needs a CUDA GPU"):
         bench.partition(8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["asymmetric", "gpu-only"])
+def test_seconds_of_random_arrivals_and_cancellations_leave_nothing_behind(mode, compiler):
+    model = load_model("random:tiny", "cpu", "float32")
+    result = soak.soak(build_engine(model, mode=mode, block_size=8, gpu_kv_tokens=480, cpu_kv_tokens=1600), seconds=2.5)
+    assert soak.wrong(result) == []
+    assert result["requests"] > 20 and result["ends"]["cancelled"] > 0 and result["swaps"] > 0
+
+
+def test_the_soak_sees_what_is_wrong():
+    sound = dict(ends={"length": 3, "cancelled": 1}, cut_short=0, left_in_queues=0, blocks_leaked={"gpu": 0, "cpu": 0},
+                 growth_bytes={"host": 1 << 20})  # fmt: skip
+    assert soak.wrong(sound) == []
+    faults = soak.wrong(
+        {**sound, "ends": {"failed": 1}, "blocks_leaked": {"gpu": 2, "cpu": 0}, "growth_bytes": {"gpu": 1 << 30}}
+    )
+    assert len(faults) == 3 and "failed" in faults[0] and "2 gpu blocks" in faults[1] and "gpu grew" in faults[2]
