@@ -68,7 +68,8 @@ def add_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="random:llama-3.1-8b")
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", default="auto")
-    p.add_argument("--mode", default="gpu-only", help=", ".join(MODES))
+    p.add_argument("--mode", default="gpu-only", help=f"one, or several with commas: {', '.join(MODES)}")
+    p.add_argument("--profile", default="", help="stage times for the modes that weigh them (else measured first)")
     p.add_argument("--num-sms", type=int, default=0, help="multiprocessors of the GPU to use (0: all)")
     p.add_argument("--cpu-threads", type=int, default=0)
     p.add_argument("--gpu-kv-tokens", type=int, default=26400)
@@ -86,6 +87,7 @@ def add_kernel_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", default="fp16", choices=("fp16", "bf16", "fp32", "int8"), help="of the KV")
     p.add_argument("--threads", type=int, default=0, help="0: all usable cores")
     p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--quality", action="store_true", help="also what int8 costs on smollm2: perplexity, greedy tokens")
     p.add_argument("--json", action="store_true")
 
 

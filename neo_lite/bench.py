@@ -7,6 +7,7 @@ ran, and are timed apart. Called by `__main__`.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -22,45 +23,58 @@ import torch
 from neo_lite import machine, metrics
 from neo_lite.api import build_engine, load_model
 from neo_lite.config import EngineConfig, NeoLiteError
+from neo_lite.cost_model import Profile
 from neo_lite.engine import Engine
+from neo_lite.model import Llama
 from neo_lite.profiler import measure_all_reduce
 from neo_lite.request import Request, SamplingParams
 from neo_lite.timeline import Timeline
 from neo_lite.workload import Arrival, parse, random_prompt
+from neo_lite.workload import source as workload_source
 
 RECORDED = 24  # iterations at most, from 30 % of the output tokens on
 WARM_UP = 4  # requests before the clock starts, of 8 tokens at most: kernels compile and libraries load
 
 
 def main(args: argparse.Namespace, ranks: Any = None) -> int:
-    """Runs one benchmark and prints it."""
+    """Runs one benchmark and prints it; several modes, given with commas, one after the other on the same model."""
     check(args)
     partition(args.num_sms)
+    costs = Profile.load(Path(args.profile)) if args.profile else None
     arrivals = parse(args.workload, args.requests, seed=args.seed)
     model = load_model(args.model, args.device, args.dtype, ranks)
+    for mode in args.mode.split(","):
+        result = measure(args, mode, model, arrivals, costs)
+        print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()), flush=True)
+        gc.collect()  # the pools of one mode make way for those of the next
+    return 0
+
+
+def measure(
+    args: argparse.Namespace, mode: str, model: Llama, arrivals: list[Arrival], costs: Profile | None
+) -> dict[str, Any]:
+    """One mode: an engine, a warm-up, the whole load."""
     bytes_per_token = model.whole.kv_bytes_per_token(str(model.dtype)[6:])
     config = EngineConfig(
-        mode=args.mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=int(args.cpu_kv_gib * 2**30 / bytes_per_token),
+        mode=mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=int(args.cpu_kv_gib * 2**30 / bytes_per_token),
         max_batched_tokens=args.max_batched_tokens, cpu_threads=args.cpu_threads, max_seqs=512,
     )  # fmt: skip
     timeline = Timeline(enabled=False)
-    engine = build_engine(model, config, timeline)
+    engine = build_engine(model, config, timeline, costs)
     serve(engine, [replace(a, output_tokens=min(a.output_tokens, 8)) for a in arrivals[:WARM_UP]], args.seed)
     run, stamp = serve(engine, arrivals, args.seed, RECORDED), machine.stamp(args.num_sms or None)
-    result = {
-        "command": command_of(args), "source": "measured", "model": args.model, "dtype": str(model.dtype)[6:], "mode": args.mode,
-        "ran_on": ran_on(model.device, stamp, args.cpu_threads), "workload": args.workload, "requests": args.requests,
+    if args.trace:
+        Path(args.trace).write_text(json.dumps(timeline.chrome_trace()))
+    return {
+        "command": command_of(args), "source": "measured", "model": args.model, "dtype": str(model.dtype)[6:], "mode": mode,
+        "ran_on": ran_on(model.device, stamp, args.cpu_threads), "workload": args.workload,
+        "workload_source": workload_source(args.workload), "requests": args.requests,
         "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens, "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP,
         "repeats": 1, "seconds": run.seconds, "requests_per_s_30_70": metrics.window_throughput(run.requests),
-        **metrics.summary(run.requests), **run.report(), **busy(timeline),
-        **graphs(engine),
+        **metrics.summary(run.requests), **run.report(), **busy(timeline), **graphs(engine),
         **({"all_reduce_s": model.shard.together(measure_all_reduce, engine.executor).points} if model.shard else {}),
         "tensor_parallel": args.tensor_parallel, "stamp": stamp,
     }  # fmt: skip
-    if args.trace:
-        Path(args.trace).write_text(json.dumps(timeline.chrome_trace()))
-    print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
-    return 0
 
 
 def ran_on(device: torch.device, stamp: dict[str, Any], threads: int) -> str:
@@ -74,6 +88,12 @@ def ran_on(device: torch.device, stamp: dict[str, Any], threads: int) -> str:
 
 def check(args: argparse.Namespace) -> None:
     """Refuses, before anything is loaded, what would only fail in the run or after it."""
+    for mode in args.mode.split(","):
+        EngineConfig(mode=mode)
+    if args.profile and not Path(args.profile).is_file():
+        raise NeoLiteError(
+            f"--profile {args.profile} is no file: make one with `python -m neo_lite profile --out FILE`"
+        )
     if not 0 < args.cpu_kv_gib < 2**40:  # nan, too
         raise NeoLiteError(f"--cpu-kv-gib {args.cpu_kv_gib}: give a number of GiB above 0")
     if not 0 <= args.seed < 2**62:
@@ -179,5 +199,5 @@ def command_of(args: argparse.Namespace) -> str:
     ranks = args.tensor_parallel if args.executor == "torch" else 1
     launch = f"torch.distributed.run --nproc-per-node {ranks} -m " if ranks > 1 else ""
     return f"python -m {launch}neo_lite bench " + " ".join(
-        f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if k not in skip
+        f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if k not in skip and v != ""
     )
