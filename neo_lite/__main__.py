@@ -55,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="throughput and latency of a seeded batch of requests, offered at once")
     add_bench_arguments(bench)
     bench.set_defaults(command=run_bench)
+    profile = commands.add_parser("profile", help="measure the stage times of a model on this machine, for the cost model")
+    add_profile_arguments(profile)
+    profile.set_defaults(command=run_profile)
     simulate = commands.add_parser("simulate", help="the same engine and scheduler on a virtual clock, on any machine")
     add_simulate_arguments(simulate)
     simulate.set_defaults(command=run_simulate)
@@ -89,6 +92,43 @@ def add_kernel_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--quality", action="store_true", help="also what int8 costs on smollm2: perplexity, greedy tokens")
     p.add_argument("--json", action="store_true")
+
+
+def add_profile_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default="smollm2", help="smollm2, random:<shape>, a local folder or a hub id")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--num-sms", type=int, default=0, help="multiprocessors of the GPU to use (0: all)")
+    p.add_argument("--cpu-threads", type=int, default=0)
+    p.add_argument("--gpu-kv-tokens", type=int, default=16384)
+    p.add_argument("--cpu-kv-tokens", type=int, default=32768)
+    p.add_argument("--max-batched-tokens", type=int, default=2048)
+    p.add_argument("--out", required=True, help="the file to write")
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    """Measures the stage times of a model here, and says how far interpolation between them is off."""
+    from neo_lite import bench, profiler
+    from neo_lite.api import load_model
+    from neo_lite.config import EngineConfig
+    from neo_lite.pipeline import Pipeline
+    from neo_lite.timeline import Timeline
+
+    bench.partition(args.num_sms)
+    config = EngineConfig(
+        gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=args.cpu_kv_tokens, cpu_threads=args.cpu_threads,
+        max_batched_tokens=args.max_batched_tokens,
+    )  # fmt: skip
+    Path(args.out).touch()  # or minutes of measuring would end in vain
+    model = load_model(args.model, args.device, args.dtype)
+    start_s = time.perf_counter()
+    profile = profiler.measure(Pipeline(model, config, Timeline(enabled=False)))
+    profile.save(Path(args.out))
+    errors = profile.stamp["held_out"]
+    print(f"{args.out}: {profile.model} in {profile.dtype} on {profile.source}, {profile.threads} threads")
+    print(f"measured in {time.perf_counter() - start_s:.0f} s; median error at points held out: {errors.pop('all'):.1%}")
+    print("  " + ", ".join(f"{name} {error:.1%}" for name, error in errors.items()))
+    return 0
 
 
 def add_simulate_arguments(p: argparse.ArgumentParser) -> None:

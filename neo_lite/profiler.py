@@ -1,34 +1,44 @@
-"""Measures the stage times of a model on this machine, for the cost model. Called by `build_engine`.
+"""Measures the stage times of a model on this machine, for the cost model. Called by `build_engine` and the command line.
 
-Each point runs a stage alone over several layers in turn, so that neither weights nor KV come from a cache, and takes
-the median of a few rounds. CPU attention is timed with its copies, as the chain that the pipeline enqueues.
+Each point runs a stage alone over several layers in turn, so that neither weights nor KV come from a cache. The points of a
+stage take turns, and each counts with its lower quartile, which other work on the machine disturbs least. Every second
+point is held out first, to see how far interpolation is off (`stamp["held_out"]`), and then joins its curve. CPU attention
+is timed with its copies, as the chain that the pipeline enqueues. Overwrites what the pools hold.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from neo_lite import attention, machine
 from neo_lite.cost_model import Curve, Profile
 from neo_lite.pipeline import Pipeline
-from neo_lite.request import Device, Request, Work
+from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work
 from neo_lite.rows import Part, view_of
 
-TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Dense enough that a line between two of them is within 4 % of a parabola, which the attention of a long prompt is.
+TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 KV_TOKENS = (64, 256, 1024, 4096, 16384, 65536, 131072)
-ROUNDS = 3
-SLOW_S = 0.02
+REQUESTS = (1, 16, 64, 256)
+ROUNDS = 5
+POINT_S = 0.4  # a point that has taken longer is not run again
 LAYERS = 4 if not torch.cuda.is_available() else 16
 SEQ_LEN = 1024  # of the decodes that are timed
+SHORT_LEN = 64  # of those that show what a request costs besides its KV
+Points = list[tuple[float, float]]
 
 
 @torch.inference_mode()
 def measure(pipeline: Pipeline) -> Profile:
-    """The profile of a pipeline's model, devices and thread count; overwrites the contents of both pools."""
+    """The profile of a pipeline's model, devices and thread count."""
     timeline, recording = pipeline.timeline, pipeline.timeline.enabled
     timeline.enabled = False  # what is timed here belongs to no request
     try:
@@ -48,32 +58,72 @@ def measure_all_reduce(pipeline: Pipeline) -> Curve:
         )
         return lambda: _timed(pipeline, lambda _: pipeline.model.shard and pipeline.model.shard.all_reduce(x))
 
-    return _curve([n for n in TOKENS if n <= pipeline.config.max_batched_tokens], work_of)
+    return Curve(_rising(_points([n for n in TOKENS if n <= pipeline.config.max_batched_tokens], work_of)))
 
 
 def _profile(pipeline: Pipeline) -> Profile:
-    model, limit = pipeline.model, pipeline.config.max_batched_tokens
-    widths = [n for n in TOKENS if n < limit] + [limit]
-    return Profile(
-        num_layers=model.config.num_layers,
-        linear=_curve(widths, lambda n: _linear(pipeline, n)),
-        prefill_attn=_curve([n for n in widths if n <= model.config.max_position], lambda n: _prefill(pipeline, n)),
-        gpu_attn=_curve(_kv_points(pipeline, "gpu"), lambda n: _gpu_decode(pipeline, n)),
-        cpu_attn=_curve(_kv_points(pipeline, "cpu"), lambda n: _cpu_decode(pipeline, n)),
-        head=_curve((1, 16, 64), lambda n: _head(pipeline, n)),
-        stamp={**machine.stamp(), "threads": pipeline.config.cpu_threads or machine.usable_cores()},
-    )
+    config, model = pipeline.config, pipeline.model
+    widths = _between(TOKENS, config.max_batched_tokens)
+    prompts = _between(TOKENS, min(config.max_batched_tokens, model.config.max_position))
+    each = _cpu_request_tokens(pipeline)
+    measured = {
+        "linear": _points(widths, lambda n: _linear(pipeline, n)),
+        "prefill_attn": _points(prompts, lambda n: _prefill(pipeline, n)),
+        "gpu_attn": _points(_kv_points(pipeline, "gpu"), lambda n: _gpu_decode(pipeline, n)),
+        "cpu_attn": [
+            (n + -(-n // SEQ_LEN) * each, seconds)
+            for n, seconds in _points(_kv_points(pipeline, "cpu"), lambda n: _cpu_decode(pipeline, n))
+        ],
+        "head": _points(_between(REQUESTS, config.max_seqs), lambda n: _head(pipeline, n)),
+        "transfer": _points(_between(KV_TOKENS, _swappable(pipeline)), lambda n: _swap(pipeline, n)),
+    }
+    kv_bytes = model.whole.kv_bytes_per_token(str(model.dtype)[6:])
+    measured["transfer"] = [(n * kv_bytes, seconds) for n, seconds in measured["transfer"]]
+    stamp = machine.stamp(int(os.environ.get("NEO_LITE_NUM_SMS", 0)) or None)
+    fields: dict[str, Any] = {name: Curve(_rising(points)) for name, points in measured.items()}
+    fields |= dict(num_layers=model.config.num_layers, model=model.whole.name, dtype=str(model.dtype)[6:])
+    fields |= dict(threads=config.cpu_threads or machine.usable_cores(), cpu_request_tokens=each)
+    profile = Profile(**fields, stamp={**stamp, "held_out": held_out(measured)})
+    return replace(profile, overhead_s=_overhead_s(pipeline, profile))
 
 
-def _curve(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]]) -> Curve:
-    """Seconds of one layer at each point; never falling, as a cost cannot."""
-    points: list[tuple[float, float]] = []
-    for n in widths:
-        run = work_of(n)
-        first_s = run()  # a slow stage hides its own warm-up: one run of it is enough
-        rounds_s = [first_s] if first_s > SLOW_S else [run() for _ in range(ROUNDS)]
-        points.append((n, max([statistics.median(rounds_s), *(s for _, s in points)])))
-    return Curve(points)
+def held_out(measured: dict[str, Points]) -> dict[str, float]:
+    """Median relative error of each curve through every second point at the points between, and of all together."""
+    errors: dict[str, list[float]] = {}
+    for name, points in measured.items():
+        curve = Curve(_rising(points[::2]))
+        errors[name] = [abs(curve(x) / seconds - 1) for x, seconds in points[1::2]]
+    errors["all"] = [error for every in errors.values() for error in every]
+    return {name: statistics.median(every) for name, every in errors.items() if every}
+
+
+def _between(knots: Sequence[int], most: int) -> list[int]:
+    """The knots up to `most`, that one too, and between each two of them a point to hold out."""
+    kept = [n for n in knots if 4 * n <= 3 * most] + [most]
+    halfway = [round((a * b) ** 0.5) for a, b in zip(kept, kept[1:])]
+    return [n for pair in zip(kept, halfway) for n in pair] + [most]
+
+
+def _points(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]]) -> Points:
+    """Seconds at each width: the widths take turns, so that a slow moment of the machine meets all of them."""
+    works = [work_of(n) for n in widths]
+    times_s: list[list[float]] = [[] for _ in widths]
+    spent_s = [0.0] * len(widths)
+    for round_ in range(ROUNDS + 1):  # the first one warms up
+        for i, work in enumerate(works):
+            if not times_s[i] or spent_s[i] < POINT_S:
+                start_s, seconds = time.perf_counter(), work()
+                spent_s[i] += time.perf_counter() - start_s
+                if round_ or spent_s[i] > POINT_S:  # a slow stage hides its own warm-up
+                    times_s[i].append(seconds)
+    return [(n, sorted(seconds)[len(seconds) // 4]) for n, seconds in zip(widths, times_s)]
+
+
+def _rising(points: Points) -> Points:
+    """A cost cannot fall, so what falls is noise: halfway between the least curve above all points and the largest below."""
+    xs, ys = zip(*points)
+    above, below = np.maximum.accumulate(ys), np.minimum.accumulate(ys[::-1])[::-1]
+    return list(zip(xs, ((above + below) / 2).tolist()))
 
 
 def _kv_points(pipeline: Pipeline, device: Device) -> list[int]:
@@ -81,7 +131,7 @@ def _kv_points(pipeline: Pipeline, device: Device) -> list[int]:
     size, pool = pipeline.config.block_size, pipeline.cache.pools[device]
     whole = max(1, SEQ_LEN // size)  # blocks of a decode: all but the last fill them
     most = min(pool.k.shape[1] // whole, pipeline.config.max_seqs) * whole * size or pool.k.shape[1] * size
-    return [n for n in KV_TOKENS if n < most] + [most]
+    return _between(KV_TOKENS, most)
 
 
 def _timed(pipeline: Pipeline, work: Callable[[int], object]) -> float:
@@ -131,10 +181,10 @@ def _prefill(pipeline: Pipeline, tokens: int) -> Callable[[], float]:
     return lambda: _timed(pipeline, lambda _: attention.prefill(q, k, v, q, q, view))
 
 
-def _decodes(pipeline: Pipeline, kv_tokens: int) -> tuple[Work, ...]:
+def _decodes(pipeline: Pipeline, kv_tokens: int, seq_len: int = SEQ_LEN) -> tuple[Work, ...]:
     """Decodes that read `kv_tokens` in all, in blocks of their own in random order."""
     size = pipeline.config.block_size
-    whole = max(1, SEQ_LEN // size) * size
+    whole = max(1, seq_len // size) * size
     lens = [whole] * (kv_tokens // whole) + ([kv_tokens % whole] if kv_tokens % whole else [])
     free = torch.randperm(sum(-(-n // size) for n in lens)).tolist()
     works = []
@@ -150,8 +200,57 @@ def _gpu_decode(pipeline: Pipeline, kv_tokens: int) -> Callable[[], float]:
     return lambda: _timed(pipeline, lambda i: pipeline.gpu_decode(q, k, v, pool.k[i], pool.v[i], view))
 
 
-def _cpu_decode(pipeline: Pipeline, kv_tokens: int) -> Callable[[], float]:
-    works, host = _decodes(pipeline, kv_tokens), torch.device("cpu")
+def _cpu_decode(pipeline: Pipeline, kv_tokens: int, seq_len: int = SEQ_LEN) -> Callable[[], float]:
+    works, host = _decodes(pipeline, kv_tokens, seq_len), torch.device("cpu")
     part = Part(works, slice(0, len(works)), view_of(works, host))
     q, k, v = _qkv(pipeline, len(works))
     return lambda: _timed(pipeline, lambda i: pipeline.start_cpu(part, 0, i, q, k, v)())  # type: ignore[misc]
+
+
+def _cpu_request_tokens(pipeline: Pipeline) -> float:
+    """What a CPU decode costs besides reading its KV, in KV tokens: as many tokens in short requests against long ones."""
+    size, pool = pipeline.config.block_size, pipeline.cache.pools["cpu"]
+    tokens = min(SHORT_LEN * pipeline.config.max_seqs, pool.k.shape[1] * size, 16 * SEQ_LEN) // SEQ_LEN * SEQ_LEN
+    if tokens < 2 * SEQ_LEN:
+        return 0.0  # too small a pool to tell
+    cases = [(tokens, SHORT_LEN), (tokens, SEQ_LEN), (tokens // 2, SEQ_LEN)]
+    (_, short_s), (_, long_s), (_, half_s) = _points(range(3), lambda i: _cpu_decode(pipeline, *cases[i]))
+    token_s = (long_s - half_s) / (tokens - tokens // 2)  # a long request's own cost in it, which is little
+    more = tokens // SHORT_LEN - tokens // SEQ_LEN
+    return max(0.0, (short_s - long_s) / more / token_s) if token_s > 0 else 0.0
+
+
+def _swappable(pipeline: Pipeline) -> int:
+    """KV tokens of a request that fits into both pools, 16 of the profiler's decodes at most."""
+    blocks = min(pool.k.shape[1] for pool in pipeline.cache.pools.values())
+    return min(blocks * pipeline.config.block_size, 16 * SEQ_LEN)
+
+
+def _swap(pipeline: Pipeline, kv_tokens: int) -> Callable[[], float]:
+    """Seconds of a request's way from one pool to the other, all layers: the mean of out and back."""
+    blocks = tuple(range(-(-kv_tokens // pipeline.config.block_size)))
+    request = Request(0, (0,) * kv_tokens)
+    devices: tuple[Device, ...] = ("cpu", "gpu")
+    plans = [IterationPlan("profile", (), (Move(request, device, blocks, blocks),)) for device in devices]
+
+    def work() -> float:
+        start_s = time.perf_counter()
+        for plan in plans:
+            Pipeline.run(pipeline, plan)
+        return (time.perf_counter() - start_s) / 2
+
+    return work
+
+
+def _overhead_s(pipeline: Pipeline, profile: Profile) -> float:
+    """What an iteration of GPU decodes takes beyond its stages: rows, embedding, launches, sampling."""
+    batch = SubBatch(gpu_decodes=_decodes(pipeline, min(16 * SEQ_LEN, _kv_points(pipeline, "gpu")[-1])))
+    plan = IterationPlan("profile", (batch,))
+
+    def work() -> float:
+        start_s = time.perf_counter()
+        Pipeline.run(pipeline, plan)
+        return time.perf_counter() - start_s
+
+    ((_, seconds),) = _points((1,), lambda _: work)
+    return max(0.0, seconds - profile.iteration_s(profile.stages((batch,)), len(batch)))
