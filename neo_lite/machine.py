@@ -52,11 +52,11 @@ def available_memory_bytes() -> int:
     """
     override = os.environ.get("NEO_LITE_HOST_MEMORY_GIB")
     if override:
-        return max(0, int(_gib("NEO_LITE_HOST_MEMORY_GIB", override) * GIB) - _resident_bytes())
-    match = re.search(r"MemAvailable:\s+(\d+) kB", _read("proc/meminfo"))
-    if match:
-        return max(0, min([int(match[1]) * 1024, *_cgroup_memory_left()]))
-    return total_memory_bytes() * 3 // 4
+        if not re.fullmatch(r"\d{1,9}(\.\d*)?", override) or not float(override):
+            raise NeoLiteError(f"NEO_LITE_HOST_MEMORY_GIB is {override!r}: give a number of GiB above 0")
+        return max(0, int(float(override) * GIB) - (_proc_bytes("VmRSS", "proc/self/status") or 0))
+    available = _proc_bytes("MemAvailable", "proc/meminfo")
+    return total_memory_bytes() * 3 // 4 if available is None else max(0, min([available, *_cgroup_memory_left()]))
 
 
 def total_memory_bytes() -> int:
@@ -87,19 +87,10 @@ def _read(path: str | Path) -> str:
         return ""
 
 
-def _gib(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 2**40:  # nan, inf and 0 are refused, too
-        raise NeoLiteError(f"{name} is {text!r}: give a number of GiB above 0")
-    return value
-
-
-def _resident_bytes() -> int:
-    match = re.search(r"VmRSS:\s+(\d+) kB", _read("proc/self/status"))
-    return int(match[1]) * 1024 if match else 0
+def _proc_bytes(name: str, path: str) -> int | None:
+    """The bytes in a line such as "MemAvailable:   16384 kB"."""
+    match = re.search(rf"{name}:\s+(\d+) kB", _read(path))
+    return int(match[1]) * 1024 if match else None
 
 
 def _cgroups(controller: str) -> list[Path]:
