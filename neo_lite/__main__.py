@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="throughput and latency of a seeded batch of requests, offered at once")
     add_bench_arguments(bench)
     bench.set_defaults(command=run_bench)
-    profile = commands.add_parser("profile", help="measure the stage times of a model on this machine, for the cost model")
+    profile = commands.add_parser("profile", help="measure stage times on this machine, for the cost model")
     add_profile_arguments(profile)
     profile.set_defaults(command=run_profile)
     simulate = commands.add_parser("simulate", help="the same engine and scheduler on a virtual clock, on any machine")
@@ -126,7 +126,8 @@ def run_profile(args: argparse.Namespace) -> int:
     profile.save(Path(args.out))
     errors = profile.stamp["held_out"]
     print(f"{args.out}: {profile.model} in {profile.dtype} on {profile.source}, {profile.threads} threads")
-    print(f"measured in {time.perf_counter() - start_s:.0f} s; median error at points held out: {errors.pop('all'):.1%}")
+    seconds, median = time.perf_counter() - start_s, errors.pop("all")
+    print(f"measured in {seconds:.0f} s; median error at points held out: {median:.1%}")
     print("  " + ", ".join(f"{name} {error:.1%}" for name, error in errors.items()))
     return 0
 
