@@ -29,7 +29,7 @@ ALLOWED_BYTES = 32 << 20  # of growth after it, by the allocators' own rounding
 
 def memory() -> dict[str, int]:
     """Bytes in use: this process's resident memory, torch's tensors on the GPU, and the card as the driver sees it."""
-    used = {"host": machine._proc_bytes("VmRSS", "proc/self/status")}
+    used = {"host": machine._proc_bytes("VmRSS", "proc/self/status") or 0}
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         used |= {"gpu_tensors": torch.cuda.memory_allocated(), "gpu": total - free}
