@@ -195,9 +195,9 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from neo_lite import bench, parallel
+    from neo_lite import bench, launch
 
-    return parallel.run(args, bench.main)
+    return launch.run(args, bench.main)
 
 
 def _generate_arguments(p: argparse.ArgumentParser) -> None:
@@ -229,9 +229,9 @@ def run_env(args: argparse.Namespace) -> int:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    from neo_lite import parallel
+    from neo_lite import launch
 
-    return parallel.run(args, generate)
+    return launch.run(args, generate)
 
 
 def generate(args: argparse.Namespace, ranks: Any = None) -> int:

@@ -7,21 +7,18 @@ KV crosses no link, neither a GPU's nor the host's. It is the same `model`: a `S
 of each tensor is its own, and how to add up. Engine and scheduler run once, on rank 0, whose pipeline sends every plan
 to the other ranks (`follow`); those know nothing but their weights and their pools, so that ranks cannot drift apart.
 
-Ranks are processes of torchrun, or Ray's actors that do as such a process does; sums are torch.distributed's (NCCL on
-GPUs, on the compute stream; gloo on CPUs). Plans travel on a connection from rank 0 to each of the others: one that closes
-says at once who died, where gloo says only that somebody did and NCCL waits. Called by `__main__`.
+Sums are torch.distributed's (NCCL on GPUs, on the compute stream; gloo on CPUs). Plans travel on a connection from rank 0
+to each of the others: one that closes says at once who died, where gloo says only that somebody did, and NCCL waits.
+Called by `launch`, which brings the ranks together.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import io
 import os
 import pickle
 import secrets
-import shlex
 import signal
 import socket
 import sys
@@ -38,7 +35,7 @@ from torch import Tensor
 
 from neo_lite.api import load_model
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
-from neo_lite.machine import check_memory, code_version, usable_cores
+from neo_lite.machine import check_memory, usable_cores
 from neo_lite.model import Llama
 from neo_lite.pipeline import Pipeline
 from neo_lite.request import IterationPlan, Move, Request, SubBatch, Work
@@ -80,16 +77,13 @@ class Shard:
     def __init__(self, whole: ModelConfig, ranks: Ranks) -> None:
         rank, size = ranks.rank, ranks.size
         if size > whole.num_heads:
-            raise NeoLiteError(
-                f"--tensor-parallel {size}: {whole.name} has {whole.num_heads} query heads: ask for no more"
-            )
+            raise NeoLiteError(f"--tensor-parallel {size}: {whole.name} has {whole.num_heads} query heads: lower it")
         self.whole, self.ranks = whole, ranks
         kv, q = heads(whole, rank, size)
         inner, rows = share(whole.intermediate_size, rank, size), -(-whole.vocab_size // size)
         self.first_row = rank * rows
-        self.config = replace(
-            whole, num_heads=len(q), num_kv_heads=len(kv), intermediate_size=len(inner), vocab_size=rows
-        )
+        narrow = replace(whole, vocab_size=rows, intermediate_size=len(inner))
+        self.config = replace(narrow, num_heads=len(q), num_kv_heads=len(kv))
         d = whole.head_dim
         q_rows, kv_rows, mlp = (slice(r.start * n, r.stop * n) for r, n in ((q, d), (kv, d), (inner, 1)))
         self._rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows, "gate_proj": mlp, "up_proj": mlp}
@@ -237,9 +231,11 @@ class Ranks:
 
     def __init__(self, device: str, identity: dict[str, Any]) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun and `RayRank` set them
+        if lacking := [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise NeoLiteError(f"${lacking[0]} is not set: start the ranks by python -m torch.distributed.run")
         self.rank, self.size, self.local_rank, self.local_size = (int(os.environ[name]) for name in names)
         gpus = 0 if device == "cpu" else torch.cuda.device_count()
-        self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
+        self.device = f"cuda:{self.local_rank}" if gpus else "cpu" if device == "auto" else device
         self.failure, self.failed, self.told, self.closing = "", threading.Event(), threading.Event(), False
         self.peers: dict[int, Connection] = {}  # rank 0: all others; on those: rank 0
         store = next(dist.rendezvous("env://"))[0]
@@ -270,8 +266,11 @@ class Ranks:
 
     def _join(self, store: Any, me: dict[str, Any]) -> None:
         key, host, port = store.get("neo_lite/door").decode().split()
-        self.peers[0] = Client((host, int(port)), authkey=key.encode())
-        self.peers[0].send((self.rank, me))
+        try:
+            self.peers[0] = Client((host, int(port)), authkey=key.encode())
+            self.peers[0].send((self.rank, me))
+        except (EOFError, OSError) as error:
+            raise PeerLost("rank 0 is gone") from error
         self.receive()
 
     def shard(self, name: str, dtype: torch.dtype, model: ModelConfig) -> Shard:
@@ -280,9 +279,7 @@ class Ranks:
         self.tell("model", name, str(dtype)[6:])
         self.tell(model)
         if self.rank and self.receive() != (model,):
-            raise NeoLiteError(
-                f"its {model.name} has another shape than rank 0's: copy the model, so that all read one"
-            )
+            raise NeoLiteError(f"{model.name} has another shape here than on rank 0: copy the model from there")
         with self.collective():
             dist.barrier()
         return shard
@@ -368,107 +365,3 @@ def check_alike(hellos: dict[int, dict[str, Any]]) -> None:
         if on_gpu and hello["local_rank"] >= hello["gpus"]:
             lack = f"rank {rank} needs a GPU of its own, and its machine has {hello['gpus']}"
             raise NeoLiteError(f"--tensor-parallel {len(hellos)}: {lack}: ask for fewer ranks, or add --device cpu")
-
-
-# ---- Starting them ----
-
-
-def run(args: argparse.Namespace, command: Callable[..., int]) -> int:
-    """A command on `args.tensor_parallel` ranks: in this process, as one of torchrun's, or in Ray's actors."""
-    check_arguments(args, int(os.environ.get("WORLD_SIZE", 1)))
-    if args.tensor_parallel == 1:
-        return command(args)
-    if args.executor == "ray":
-        return on_ray(args)
-    identity = {name: value for name, value in vars(args).items() if not callable(value)}
-    try:
-        with contextlib.closing(
-            Ranks(args.device, {"neo_lite": code_version(), "torch": torch.__version__, **identity})
-        ) as r:
-            return follow(r) if r.rank else command(args, r)
-    except NeoLiteError:
-        if os.environ["RANK"] == "0":
-            raise
-        return 1  # one line is enough, and it is rank 0's
-
-
-def check_arguments(args: argparse.Namespace, started: int) -> None:
-    count, asked = args.tensor_parallel, f"--tensor-parallel {args.tensor_parallel}"
-    if count < 1:
-        raise NeoLiteError(f"{asked}: give a whole number from 1 on")
-    if args.executor not in ("torch", "ray"):
-        raise NeoLiteError(f"--executor {args.executor!r} is unknown: choose torch or ray")
-    if count == 1 < started:
-        raise NeoLiteError(f"{started} ranks were started and would all do the same: add --tensor-parallel {started}")
-    if args.executor == "torch" and started != count:
-        launch = f"python -m torch.distributed.run --nproc-per-node {count} -m neo_lite {shlex.join(sys.argv[1:])}"
-        raise NeoLiteError(f"{asked} needs {count} ranks, not {started}: {launch}")
-    if count > 1 and (args.device not in ("auto", "cpu", "cuda") or getattr(args, "num_sms", 0)):
-        raise NeoLiteError(
-            f"{asked}: each rank takes a whole GPU, by its number: give no --num-sms, and --device cuda or cpu"
-        )
-
-
-class RayRank:
-    """A rank as an actor of Ray: does what a process of torchrun does, and keeps what that would print."""
-
-    def place(self) -> tuple[str, int]:
-        """Its machine's address and a free port there."""
-        import ray
-
-        with socket.create_server(("", 0)) as free:
-            return ray.util.get_node_ip_address(), free.getsockname()[1]
-
-    def main(self, argv: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
-        from neo_lite.__main__ import main
-
-        os.environ.update(environment)
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(argv)
-        return code, out.getvalue(), err.getvalue()
-
-
-def on_ray(args: argparse.Namespace) -> int:
-    """This process's command in actors of Ray, one a rank: of the cluster at $RAY_ADDRESS, else of one on this machine.
-    Prints what rank 0 printed, when it has ended."""
-    try:
-        import ray
-    except ImportError:
-        raise NeoLiteError("--executor ray needs Ray, which is not installed: pip install 'neo-lite[ray]'") from None
-    local = {"address": "local", "include_dashboard": False, "object_store_memory": 100 << 20}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-    ray.init(
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env=environment,
-        **({} if "RAY_ADDRESS" in os.environ else local),
-    )
-    try:
-        count, gpus = args.tensor_parallel, 0 if args.device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
-        if 0 < gpus < count:
-            raise NeoLiteError(
-                f"--tensor-parallel {count}: Ray has {gpus} GPUs: ask for fewer ranks, or add --device cpu"
-            )
-        actors = [ray.remote(num_cpus=0, num_gpus=min(1, gpus))(RayRank).remote() for _ in range(count)]
-        runs = _start(ray, actors)
-        ray.wait(runs)  # for the first to end: rank 0 is not far behind
-        code, out, err = ray.get(runs[0], timeout=2 * GRACE_S)
-    except ray.exceptions.RayError as error:
-        raise NeoLiteError(f"rank 0 died: {str(error).strip().splitlines()[0]}") from None
-    finally:
-        ray.shutdown()
-    print(out, end="")
-    print(err, end="", file=sys.stderr)
-    return code
-
-
-def _start(ray: Any, actors: list[Any]) -> list[Any]:
-    places = ray.get([actor.place.remote() for actor in actors])
-    hosts, argv = [host for host, _ in places], [*sys.argv[1:], "--executor", "torch"]
-    shared = {"WORLD_SIZE": str(len(actors)), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(places[0][1])}
-    own = [{"RANK": str(i), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(hosts.count(h))} for i, h in enumerate(hosts)]
-    return [
-        actor.main.remote(argv, shared | env) for actor, env in zip(actors, own)
-    ]  # Ray shows each its GPU as number 0

@@ -40,7 +40,7 @@ READING_PATH = CONTROL_PLANE + DATA_PLANE
 ORDER = [
     "__init__", "config", "machine", *CONTROL_PLANE[1:], "hardware", "checkpoint", "kv_cache", "kernel_build",
     "cpu_attention", "gpu_attention", "attention", "model", "rows", "streams", "graphs", "pipeline", "profiler", "api",
-    "quality", "bench", "kernel_bench", "parallel", "plots", "exercise", "figures", "explorer", "__main__",
+    "quality", "bench", "kernel_bench", "parallel", "launch", "plots", "exercise", "figures", "explorer", "__main__",
 ]  # fmt: skip
 NOT_YET = {"simulator", "figures", "explorer"}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
