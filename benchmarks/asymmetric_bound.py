@@ -1,13 +1,15 @@
-"""Does an asymmetric iteration take what its schedule promises? Each term alone, then the iteration, interleaved.
+"""Does an iteration take what its schedule promises, and what does launching it cost? Terms alone, then whole, interleaved.
 
     python benchmarks/asymmetric_bound.py --num-sms 8 --threads 14 --out data/recorded
 
-The bound of one layer is max(Tl0 + Tpref0 + Tga0 + Tl1, Tca1 + Tl1, Tca0 + Tca1), and the head comes once on top.
+The bound of one layer is max(Tl0 + Tpref0 + Tga0 + Tl1, Tca1 + Tl1, Tca0 + Tca1), and the head comes once on top. Whole
+iterations run as always (decodes alone in CUDA graphs), eagerly, and while a timeline is recorded.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -21,11 +23,13 @@ from neo_lite import attention, machine
 from neo_lite.api import load_model
 from neo_lite.bench import partition
 from neo_lite.config import EngineConfig
-from neo_lite.pipeline import Pipeline, Rows
+from neo_lite.pipeline import Pipeline
 from neo_lite.request import IterationPlan, Request, SubBatch, Work
+from neo_lite.rows import Part, rows_of
 from neo_lite.timeline import Timeline
 
 CASES = {  # name: prefill tokens, GPU decodes, CPU decodes in batch-0, CPU decodes in batch-1
+    "GPU only: 22": (0, 22, 0, 0),
     "decode only: 22 GPU, 20 CPU": (0, 22, 0, 20),
     "512 prefill tokens, 60 CPU": (512, 0, 0, 60),
     "1,000 prefill tokens, 22 GPU, 100 CPU": (1000, 22, 0, 100),
@@ -34,28 +38,22 @@ CASES = {  # name: prefill tokens, GPU decodes, CPU decodes in batch-0, CPU deco
 
 
 class Load:
-    """Requests whose KV lies in random blocks of the pools, and the sub-batches of one case."""
+    """Requests whose KV lies in random blocks of the pools."""
 
     def __init__(self, pipeline: Pipeline, seq_len: int) -> None:
-        size = pipeline.config.block_size
-        self.pipeline, self.seq_len = pipeline, seq_len
+        self.size, self.seq_len, self.ids = pipeline.config.block_size, seq_len, itertools.count()
         self.free = {d: torch.randperm(p.k.shape[1]).tolist() for d, p in pipeline.cache.pools.items()}
-        self.blocks = -(-seq_len // size)
 
     def decodes(self, device: Any, count: int) -> tuple[Work, ...]:
-        works = []
-        for i in range(count):
-            table = [self.free[device].pop() for _ in range(self.blocks)]
-            request = Request(i, tuple(range(3, 3 + self.seq_len)), device=device, block_table=table)
-            works.append(Work(request, self.seq_len - 1, 1))
-        return tuple(works)
+        return tuple(Work(self._request(device, self.seq_len), self.seq_len - 1, 1) for _ in range(count))
 
     def prefill(self, tokens: int) -> tuple[Work, ...]:
         """One prompt whose KV leaves for the CPU, layer by layer."""
-        if not tokens:
-            return ()
-        table = [self.free["cpu"].pop() for _ in range(-(-tokens // self.pipeline.config.block_size))]
-        return (Work(Request(999, tuple(range(3, 3 + tokens)), device="cpu", block_table=table), 0, tokens),)
+        return (Work(self._request("cpu", tokens), 0, tokens),) if tokens else ()
+
+    def _request(self, device: Any, tokens: int) -> Request:
+        table = [self.free[device].pop() for _ in range(-(-tokens // self.size))]
+        return Request(next(self.ids), tuple(3 + i % 500 for i in range(tokens)), device=device, block_table=table)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -66,72 +64,61 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-@torch.inference_mode()
+class Iteration:
+    """One plan, run in three ways; `enqueued[way]`: seconds until Python has enqueued all of it and waits."""
+
+    def __init__(self, pipeline: Pipeline, plan: IterationPlan) -> None:
+        self.pipeline, self.plan, self.graphs = pipeline, plan, pipeline.graphs
+        self.enqueued: dict[str, list[float]] = {"iteration": [], "eager": [], "recorded": []}
+
+    def run(self, way: str) -> None:
+        pipeline, inner, start = self.pipeline, self.pipeline.sample, time.perf_counter()
+
+        def sample(logits: torch.Tensor, requests: Any) -> list[int]:
+            self.enqueued[way].append(time.perf_counter() - start)
+            return inner(logits, requests)
+
+        pipeline.sample = sample  # type: ignore[method-assign]
+        pipeline.graphs = self.graphs if way == "iteration" else None
+        pipeline.timeline.enabled = way == "recorded"
+        pipeline.run(self.plan)
+        pipeline.timeline.enabled, pipeline.graphs, pipeline.sample = False, self.graphs, inner  # type: ignore[method-assign]
+
+
 def case(pipeline: Pipeline, shape: tuple[int, int, int, int], seq_len: int, rounds: int) -> dict[str, Any]:
     prefill, on_gpu, few, rest = shape
     load, model = Load(pipeline, seq_len), pipeline.model
     b0 = SubBatch(load.prefill(prefill), load.decodes("gpu", on_gpu), load.decodes("cpu", few))
     b1 = SubBatch(cpu_decodes=load.decodes("cpu", rest))
     plan = IterationPlan("asymmetric", (b0, b1))
-    terms = {**_gpu_terms(pipeline, b0, b1), **_cpu_terms(pipeline, b0, b1)}
-    enqueued: list[float] = []
-    inner_sample = pipeline.sample
-
-    def iteration() -> None:
-        start = time.perf_counter()
-
-        def sample(logits: torch.Tensor, requests: Any) -> list[int]:
-            enqueued.append(time.perf_counter() - start)  # Python has enqueued all layers and waits from here on
-            return inner_sample(logits, requests)
-
-        pipeline.sample = sample  # type: ignore[method-assign]
-        pipeline.run(plan)
-
-    runs: dict[str, list[float]] = {name: [] for name in [*terms, "iteration"]}
-    for i in range(rounds + 2):
-        for name, work in [*terms.items(), ("iteration", iteration)]:
-            took = seconds(work)
-            if i >= 2:
-                runs[name].append(took)
-    pipeline.timeline.enabled = True
-    pipeline.run(plan)
-    pipeline.timeline.enabled = False
-    start_s = pipeline.timeline.span_s[0]
-    events = [
-        [
-            e.lane,
-            e.name,
-            round(e.start_s - start_s, 6),
-            round(e.end_s - start_s, 6),
-            e.args.get("layer"),
-            e.args.get("batch"),
-        ]
-        for e in pipeline.timeline.events
-        if e.args.get("layer") in (None, 0, 1, 2, 3)
-    ]
-    pipeline.timeline.events.clear()
+    whole = Iteration(pipeline, plan)
+    works = {**_gpu_terms(pipeline, b0, b1), **_cpu_terms(pipeline, b0, b1)}
+    works |= {way: lambda way=way: whole.run(way) for way in whole.enqueued}
+    works["rows"] = lambda: [rows_of(b, pipeline.cache) for b in plan.batches if len(b)]
+    runs: dict[str, list[float]] = {name: [] for name in works}
+    with torch.inference_mode():
+        for i in range(rounds + 2):
+            for name, work in works.items():
+                pipeline.timeline.events.clear()
+                took = seconds(work)
+                if i >= 2:
+                    runs[name].append(took)
     t = {name: statistics.median(values) for name, values in runs.items()}
     layers = max(t["l0"] + t["pref0"] + t["ga0"] + t["l1"], t["ca1"] + t["l1"], t["ca0"] + t["ca1"])
-    paper = max(t["l0"], t["ca1"]) + max(t["l1"] + t["ga0"] + t["pref0"], t["ca0"])
-    spread = {name: [min(v), max(v)] for name, v in runs.items()}
     kv_bytes = sum(w.seq_len for w in b1.cpu_decodes) * model.config.kv_bytes_per_token(str(model.dtype)[6:])
     return {
-        "terms_s": t,
-        "spread_s": spread,
-        "bound_s": layers,
-        "paper_bound_s": paper,
-        "rounds": rounds,
-        "events": events,
-        "iteration_over_bound": t["iteration"] / layers,
-        "iteration_over_bound_and_head": t["iteration"] / (layers + t["head"]),
-        "enqueue_s": statistics.median(enqueued[2:]),
+        "terms_s": t, "spread_s": {name: [min(v), max(v)] for name, v in runs.items()}, "rounds": rounds, "bound_s": layers,
+        "paper_bound_s": max(t["l0"], t["ca1"]) + max(t["l1"] + t["ga0"] + t["pref0"], t["ca0"]),
+        "iteration_over_bound": t["iteration"] / layers, "iteration_over_bound_and_head": t["iteration"] / (layers + t["head"]),
+        "eager_over_bound": t["eager"] / layers,
+        "enqueue_s": {way: statistics.median(times[2:]) for way, times in whole.enqueued.items()},
         "cpu_kv_gb_per_s": kv_bytes / t["ca1"] / 1e9 if rest else None,
-    }
+    }  # fmt: skip
 
 
 def _gpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Callable[[], Any]]:
     model, c, pool = pipeline.model, pipeline.model.config, pipeline.cache.pools["gpu"]
-    rows0, rows1 = (Rows(b, pipeline.config.block_size, model.device) for b in (b0, b1))
+    rows0 = rows_of(b0, pipeline.cache)
 
     def linear(tokens: int) -> Callable[[], None]:
         x = torch.randn(tokens, c.hidden_size, dtype=model.dtype, device="cuda")
@@ -139,19 +126,17 @@ def _gpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Call
         rope = model.rope(torch.arange(tokens, device="cuda"))
 
         def work() -> None:
-            for i in range(c.num_layers):
+            for i in range(c.num_layers if tokens else 0):
                 model.pre_attention(i, x, rope)
                 model.post_attention(i, attn, x)
 
         return work
 
-    def attend(part: Any, backend: Any) -> Callable[[], None]:
-        n = part.rows.stop - part.rows.start
-        shapes = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
-        q, k, v = (torch.randn(n, h, c.head_dim, dtype=model.dtype, device="cuda") for h in shapes)
+    def attend(part: Part, backend: Any) -> Callable[[], None]:
+        q, k, v = _qkv(pipeline, part.rows.stop - part.rows.start)
 
         def work() -> None:
-            for i in range(c.num_layers if n else 0):
+            for i in range(c.num_layers if len(q) else 0):
                 backend(q, k, v, pool.k[i], pool.v[i], part.view)
 
         return work
@@ -167,17 +152,13 @@ def _gpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Call
 
 
 def _cpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Callable[[], Any]]:
-    model, c = pipeline.model, pipeline.model.config
-
-    def chain(batch: SubBatch, slot: int) -> Callable[[], None]:
-        part = Rows(batch, pipeline.config.block_size, model.device).cpu_decodes
-        shapes = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
-        rows = batch.num_tokens
-        q, k, v = (torch.randn(rows, h, c.head_dim, dtype=model.dtype, device="cuda") for h in shapes)
+    def chain(batch: SubBatch, number: int) -> Callable[[], None]:
+        part = rows_of(batch, pipeline.cache).cpu_decodes
+        q, k, v = _qkv(pipeline, batch.num_tokens)
 
         def work() -> None:
-            for i in range(c.num_layers):
-                pending = pipeline.start_cpu(part, slot, i, q, k, v)
+            for i in range(pipeline.model.config.num_layers):
+                pending = pipeline.start_cpu(part, number, i, q, k, v)
                 if pending is not None:
                     pending()
             pipeline.streams.finish()
@@ -187,58 +168,70 @@ def _cpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Call
     return {"ca0": chain(b0, 0), "ca1": chain(b1, 1)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="random:llama-3.1-8b")
-    parser.add_argument("--num-sms", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=14)
-    parser.add_argument("--seq-len", type=int, default=1100)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("data/recorded"))
-    args = parser.parse_args()
+def _qkv(pipeline: Pipeline, tokens: int) -> list[torch.Tensor]:
+    c = pipeline.model.config
+    shapes = ((tokens, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+    return [torch.randn(s, dtype=pipeline.model.dtype, device="cuda") for s in shapes]
+
+
+def pipeline_of(args: argparse.Namespace) -> Pipeline:
+    """A model with random weights around pools of random KV: 24 requests on the GPU, 110 on the CPU."""
     partition(args.num_sms)
     model = load_model(args.model, "cuda", "float16")
-    blocks = -(-args.seq_len // 16)
+    tokens = -(-args.seq_len // 16) * 16
     config = EngineConfig(
-        mode="simple",
-        gpu_kv_tokens=24 * blocks * 16,
-        cpu_kv_tokens=110 * blocks * 16,
-        cpu_threads=args.threads,
-        max_batched_tokens=2048,
-        max_seqs=256,
-    )
+        mode="simple", gpu_kv_tokens=24 * tokens, cpu_kv_tokens=110 * tokens, cpu_threads=args.threads,
+        max_batched_tokens=2048, max_seqs=256,
+    )  # fmt: skip
     pipeline = Pipeline(model, config, Timeline(enabled=False))
     for pool in pipeline.cache.pools.values():
         for tensor in (pool.k, pool.v):
             tensor[0].normal_()
             for i in range(1, tensor.shape[0]):
                 tensor[i].copy_(tensor[0])
+    return pipeline
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default="random:llama-3.1-8b")
+    parser.add_argument("--num-sms", type=int, default=0, help="0: the whole card")
+    parser.add_argument("--threads", type=int, default=14)
+    parser.add_argument("--seq-len", type=int, default=1100)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("data/recorded"))
+    return parser
+
+
+def write(args: argparse.Namespace, script: str, name: str, data: dict[str, Any]) -> None:
+    """One JSON beside its command and stamp; the name follows the card and its partition."""
+    command = f"python benchmarks/{script} --model {args.model} --num-sms {args.num_sms} --threads {args.threads}"
+    head = {
+        "source": "recorded", "what": data.pop("what"), "command": command, "stamp": machine.stamp(args.num_sms or None),
+        "model": args.model, "dtype": "float16", "seq_len": args.seq_len, "threads": args.threads,
+    }  # fmt: skip
+    card = torch.cuda.get_device_name().split()[-1].lower() + (f"_{args.num_sms}sm" if args.num_sms else "")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{card}_{name}.json").write_text(json.dumps({**head, **data}, separators=(",", ":")) + "\n")
+
+
+def main() -> None:
+    parser = arguments(__doc__.split("\n")[0])
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of them")
+    args = parser.parse_args()
+    pipeline = pipeline_of(args)
     results = {}
-    for name, shape in CASES.items():
+    for name, shape in list(CASES.items())[: args.cases]:
         results[name] = r = case(pipeline, shape, args.seq_len, args.rounds)
         ms = {k: round(v * 1e3, 2) for k, v in r["terms_s"].items()}
+        enqueue = {k: round(v * 1e3, 1) for k, v in r["enqueue_s"].items()}
         print(
-            f"{name}: {r['iteration_over_bound']:.3f} x bound, {r['iteration_over_bound_and_head']:.3f} with head; {ms}; "
-            f"enqueue {r['enqueue_s'] * 1e3:.1f} ms",
+            f"{name}: {r['iteration_over_bound']:.3f} x bound, {r['iteration_over_bound_and_head']:.3f} with head,"
+            f" {r['eager_over_bound']:.3f} eagerly; {ms}; enqueued in {enqueue}; CPU {r['cpu_kv_gb_per_s'] or 0:.1f} GB/s",
             flush=True,
         )
-    command = (
-        f"python benchmarks/asymmetric_bound.py --model {args.model} --num-sms {args.num_sms} --threads {args.threads}"
-    )
-    what = "an asymmetric iteration over the bound of its schedule, every term measured alone in the same process, interleaved"
-    data = {
-        "what": what,
-        "command": command,
-        "stamp": machine.stamp(args.num_sms or None),
-        "model": args.model,
-        "dtype": "float16",
-        "seq_len": args.seq_len,
-        "threads": args.threads,
-        "cases": results,
-    }
-    name = torch.cuda.get_device_name().split()[-1].lower() + (f"_{args.num_sms}sm" if args.num_sms else "")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{name}_asymmetric_bound.json").write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    what = "an iteration over the bound of its schedule, every term measured alone in the same process, interleaved"
+    write(args, "asymmetric_bound.py", "asymmetric_bound", {"what": what, "cases": results})
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def batch_sizes(model: Llama, context: int, sizes: list[int]) -> list[dict[str, 
         rope = model.rope(torch.full((batch,), context - 1, device="cuda"))
         table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
         view = attention.View(
-            (1,) * batch, torch.full((batch,), context, dtype=torch.int32, device="cuda"), table, context
+            (1,) * batch, torch.full((batch,), context, dtype=torch.int32, device="cuda"), table, (context,) * batch
         )
         q = torch.randn(batch, c.num_heads, c.head_dim, dtype=model.dtype, device="cuda")
 
@@ -79,6 +79,32 @@ def batch_sizes(model: Llama, context: int, sizes: list[int]) -> list[dict[str, 
     return rows
 
 
+def decode_gb_per_s(model: Llama, batch: int, context: int, layers: int = 16) -> dict[str, float]:
+    """The Triton kernel alone, cycling through layers so that no KV comes from the cache; the GB/s it reads."""
+    c, blocks = model.config, -(-context // 16)
+    k, v = (
+        torch.randn(layers, batch * blocks, c.num_kv_heads, 16, c.head_dim, dtype=model.dtype, device="cuda")
+        for _ in "kv"
+    )
+    table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
+    lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    view = attention.View((1,) * batch, lens, table, (context,) * batch)
+    q = torch.randn(batch, c.num_heads, c.head_dim, dtype=model.dtype, device="cuda")
+
+    def attend() -> None:
+        for layer in range(layers):
+            attention.triton_decode(q, q, q, k[layer], v[layer], view)
+
+    layer_s = timed_s(attend, repeats=20) / layers
+    num_bytes = 2 * batch * context * c.num_kv_heads * c.head_dim * model.dtype.itemsize
+    return {
+        "batch": batch,
+        "context_tokens": context,
+        "layer_s": layer_s,
+        "kv_read_gb_per_s": num_bytes / layer_s / 1e9,
+    }
+
+
 def simple_offloading(model: Llama, requests: int, context: int, threads: int) -> dict[str, Any]:
     """One decode iteration of mode simple as a timeline, and per layer the two ways to attend to KV on the host."""
     timeline = Timeline(enabled=False)
@@ -93,7 +119,7 @@ def simple_offloading(model: Llama, requests: int, context: int, threads: int) -
     while engine.scheduler.waiting or any(r.num_computed < r.num_tokens - 1 for r in engine.scheduler.running):
         engine.step()
     plain = []
-    for _ in range(5):
+    for _ in range(8):
         start = time.perf_counter()
         engine.step()
         plain.append(time.perf_counter() - start)
@@ -169,12 +195,23 @@ def main() -> None:
     command = (
         f"python benchmarks/gpu_partition.py --model {args.model} --num-sms {args.num_sms} --threads {args.threads}"
     )
-    common = {"command": command, "stamp": machine.stamp(args.num_sms or None), "model": args.model, "dtype": "float16"}
+    common = {
+        "source": "recorded",
+        "command": command,
+        "stamp": machine.stamp(args.num_sms or None),
+        "model": args.model,
+        "dtype": "float16",
+    }
     name = torch.cuda.get_device_name().split()[-1].lower() + (f"_{args.num_sms}sm" if args.num_sms else "")
     args.out.mkdir(parents=True, exist_ok=True)
     rows = batch_sizes(model, args.context, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256])
     what = "one decode iteration against batch size: linear stages, attention and head, each measured alone"
-    write(args.out / f"{name}_batch_size.json", {"what": what, **common, "context_tokens": args.context, "rows": rows})
+    decode = decode_gb_per_s(model, 20, 1200)
+    print("paged decode attention:", decode, flush=True)
+    write(
+        args.out / f"{name}_batch_size.json",
+        {"what": what, **common, "context_tokens": args.context, "rows": rows, "decode_attention": decode},
+    )
     what = (
         "one decode iteration of simple offloading; per layer, CPU attention against swapping the KV in at every step"
     )

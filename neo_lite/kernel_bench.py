@@ -32,7 +32,8 @@ from neo_lite.kv_cache import host_tensor
 CASES = ((16, 1000), (1, 32768))  # sequences x tokens
 BLOCK_SIZE = 16
 NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "int8": "int8"}
-PROBES = [(s, *how) for s in (1, 2, 4, 8) for how in ((0, 0), (1, 1024), (1, 2048), (2, 2048), (3, 1024), (3, 4096))]
+AHEAD = ((0, 0), (1, 1024), (1, 2048), (1, 4096), (2, 2048), (2, 4096), (3, 1024), (3, 4096))  # cache level, bytes
+PROBES = [(streams, *how) for streams in (1, 2, 4, 8) for how in AHEAD]
 SEGMENT_BYTES = 128 << 20  # read by one measurement
 
 
@@ -66,9 +67,12 @@ class Pool:
         self.scales = (
             host_tensor((self.layers, *shape[:-1]), torch.float16).fill_(0.01) if self.dtype == "int8" else None
         )
-        flat, rng = self.kv.view(-1), torch.Generator().manual_seed(0)
-        for part in flat.split(1 << 24):
-            part.copy_(torch.randn(part.numel(), generator=rng) * (40 if self.dtype == "int8" else 1))
+        rng = torch.Generator().manual_seed(0)
+        numbers = torch.randn(1 << 24, generator=rng) * (40 if self.dtype == "int8" else 1)
+        for part in self.kv.view(-1).split(
+            len(numbers)
+        ):  # the same again and again, at other addresses: no less to read
+            part.copy_(numbers[: len(part)])
         self.table = torch.randperm(shape[1], generator=rng).reshape(self.batch, width).int()
         self.lens = torch.full((self.batch,), self.tokens, dtype=torch.int32)
         self.q_dtype = "float16" if self.dtype == "int8" else self.dtype
@@ -220,6 +224,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(NAMES), default="fp16", help="of the KV cache")
     parser.add_argument("--threads", type=int, default=0, help="0: all usable cores")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--quality", action="store_true", help="also what int8 costs on smollm2: perplexity, greedy tokens"
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -228,15 +235,34 @@ def main(args: argparse.Namespace) -> int:
     model, threads = MODELS[args.shape], args.threads or machine.usable_cores()
     if threads < 1 or args.rounds < 1:
         raise NeoLiteError(f"--threads {args.threads} and --rounds {args.rounds}: threads from 0 and rounds from 1")
+    cost = quality(threads) if args.quality else None
     rows = [row for case in CASES for row in bench_case(model, NAMES[args.dtype], *case, threads, args.rounds)]
     read_gbps = statistics.median(row["read_gbps"] for row in rows)
     result = dict(shape=args.shape, dtype=args.dtype, threads=threads, read_gbps=read_gbps, kernels=rows,
                   dispatch_us=dispatch_us(threads), stamp=machine.stamp())  # fmt: skip
+    if cost:
+        result["quality"] = cost
     print(json.dumps(result, indent=1) if args.json else table(result))
     wrong = [f"{row['name']} ({row['case']})" for row in rows if row["fraction"] > 1.02]
     if wrong:
         print(f"faster than the streaming read, so that one is wrong: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def quality(threads: int) -> dict[str, float]:
+    """What an int8 CPU pool costs the bundled model: on a fixed text, and on the beginnings of its sentences."""
+    from neo_lite.api import load_model
+    from neo_lite.quality import TEXT, perplexity, same_greedy_tokens
+
+    model = load_model("smollm2", "cpu", "float32")
+    encode = model.tokenizer.encode
+    auto, int8 = (dict(mode="simple", cpu_kv_dtype=kind, cpu_threads=threads) for kind in ("auto", "int8"))
+    prompts = [encode(sentence) for sentence in TEXT.split(". ")]
+    tokens = encode(TEXT)
+    return {
+        "perplexity_float32": perplexity(model, tokens, **auto), "perplexity_int8": perplexity(model, tokens, **int8),
+        "greedy_agreement": same_greedy_tokens(model, prompts, 32, auto, int8),
+    }  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> str:
@@ -251,4 +277,10 @@ def table(result: dict[str, Any]) -> str:
             f"  {row['tokens_per_s'] / 1e6:6.2f}  {row['max_rel_err']:.1e}"
         )
     kernel, python = result["dispatch_us"]["kernel"], result["dispatch_us"]["python"]
-    return "\n".join([*lines, f"a call with one token: {kernel:.1f} us in the kernel, {python:.1f} us from Python"])
+    lines.append(f"a call with one token: {kernel:.1f} us in the kernel, {python:.1f} us from Python")
+    if q := result.get("quality"):
+        lines.append(
+            f"int8 on smollm2: perplexity {q['perplexity_int8']:.3f} instead of {q['perplexity_float32']:.3f},"
+            f" {q['greedy_agreement']:.0%} of greedy tokens before the first difference"
+        )
+    return "\n".join(lines)

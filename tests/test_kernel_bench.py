@@ -10,6 +10,7 @@ import torch
 
 from neo_lite import kernel_bench
 from neo_lite.config import ModelConfig, NeoLiteError
+from neo_lite.quality import TEXT
 
 SMALL = ModelConfig("small", 2, 64, 6, 2, 64, 128, 256)
 
@@ -45,6 +46,21 @@ def test_a_share_above_the_roofline_fails(small: None, monkeypatch: pytest.Monke
         monkeypatch.setattr(kernel_bench, "bench_case", lambda *_, f=fraction: [row | dict(fraction=f)])
         assert kernel_bench.main(arguments()) == status
     assert "flash (3 x 50)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_int8_costs_is_printed_beside_its_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    row = dict(name="flash", case="3 x 50", gbps=11.0, fraction=0.9, tokens_per_s=1.0, max_rel_err=0.0, read_gbps=12.0)
+    monkeypatch.setattr(kernel_bench, "bench_case", lambda *_: [row])
+    monkeypatch.setattr("neo_lite.quality.TEXT", TEXT[:200])
+    assert kernel_bench.main(arguments("--dtype", "int8", "--quality")) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    exact, rounded = (float(last.split(word)[1].split()[0].rstrip(",")) for word in ("instead of", "perplexity"))
+    assert (
+        last.startswith("int8 on smollm2") and 5 < exact < 100 and exact != rounded and abs(rounded / exact - 1) < 0.02
+    )
 
 
 def test_layers_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
