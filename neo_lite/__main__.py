@@ -108,7 +108,7 @@ def add_profile_arguments(p: argparse.ArgumentParser) -> None:
 
 def run_profile(args: argparse.Namespace) -> int:
     """Measures the stage times of a model here, and says how far interpolation between them is off."""
-    from neo_lite import bench, profiler
+    from neo_lite import bench, machine, profiler
     from neo_lite.api import load_model
     from neo_lite.config import EngineConfig
     from neo_lite.pipeline import Pipeline
@@ -119,7 +119,7 @@ def run_profile(args: argparse.Namespace) -> int:
         gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=args.cpu_kv_tokens, cpu_threads=args.cpu_threads,
         max_batched_tokens=args.max_batched_tokens,
     )  # fmt: skip
-    Path(args.out).touch()  # or minutes of measuring would end in vain
+    machine.check_writable("--out", args.out)
     model = load_model(args.model, args.device, args.dtype)
     start_s = time.perf_counter()
     profile = profiler.measure(Pipeline(model, config, Timeline(enabled=False)))
@@ -157,15 +157,14 @@ def run_simulate(args: argparse.Namespace) -> int:
     """The same engine and scheduler on a virtual clock: no GPU, no weights."""
     from tqdm import tqdm
 
-    from neo_lite import hardware, simulator, workload
+    from neo_lite import hardware, machine, simulator, workload
 
     model, costs, config = hardware.setting(
         args.hardware, args.model, args.dtype, args.gpu_kv_tokens, args.cpu_kv_gib,
         mode=args.policy, max_batched_tokens=args.max_batched_tokens, max_seqs=args.max_seqs,
     )  # fmt: skip
     arrivals = workload.parse(args.workload, args.requests, args.rate, args.seed)
-    if args.trace:
-        Path(args.trace).touch()  # or a long run would end in vain
+    machine.check_writable("--trace", args.trace)
     with tqdm(total=len(arrivals), unit=" requests", delay=2, leave=False) as bar:
         result = simulator.simulate(model, costs, config, arrivals, progress=lambda done: bar.update(done - bar.n))
     if args.trace:

@@ -98,9 +98,7 @@ def check(args: argparse.Namespace) -> None:
         raise NeoLiteError(f"--cpu-kv-gib {args.cpu_kv_gib}: give a number of GiB above 0")
     if not 0 <= args.seed < 2**62:
         raise NeoLiteError(f"--seed {args.seed}: give a whole number from 0 to 2**62 - 1")
-    trace = Path(args.trace)
-    if args.trace and (trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK)):
-        raise NeoLiteError(f"--trace {args.trace} cannot be written: name a file in a folder that exists")
+    machine.check_writable("--trace", args.trace)
 
 
 def partition(num_sms: int) -> None:

@@ -72,6 +72,13 @@ def check_memory(asked_bytes: int, what: str, available: int | None = None, unit
         raise NeoLiteError(f"{what} needs {_size(asked_bytes)}, of {_size(available)} available: {fits} would fit")
 
 
+def check_writable(option: str, name: str) -> None:
+    """Raises NeoLiteError unless the file that `option` names can be written: before a long run that would end in vain."""
+    path = Path(name)
+    if name and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise NeoLiteError(f"{option} {name} cannot be written: name a file in a folder that exists")
+
+
 def _size(num_bytes: int) -> str:
     """In the largest unit that shows something: 3.00 GiB, 1.50 MiB, 12 bytes."""
     for name, unit in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
