@@ -42,7 +42,7 @@ ORDER = [
     "cpu_attention", "gpu_attention", "attention", "model", "rows", "streams", "graphs", "pipeline", "profiler", "api",
     "quality", "bench", "kernel_bench", "parallel", "launch", "plots", "exercise", "figures", "explorer", "__main__",
 ]  # fmt: skip
-NOT_YET = {"simulator", "figures", "explorer"}
+NOT_YET = {"simulator", "figures"}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 
