@@ -114,20 +114,18 @@ def decide(**changes: Any) -> View:
     return View(scheduler.plan(0.0), config, tuple(scheduler.waiting))
 
 
-def fill(
-    s: Scheduler, on_gpu: Sequence[int], on_cpu: Sequence[int], waiting: Sequence[int], output_tokens: int
-) -> None:
-    """Requests of these lengths into a scheduler's queues, ids in this order. Raises NeoLiteError if they do not fit."""
-    ids, may_add = count(), SamplingParams(output_tokens, ignore_eos=True)
+def fill(s: Scheduler, on_gpu: Sequence[int], on_cpu: Sequence[int], waiting: Sequence[int], more: int) -> None:
+    """Requests of these lengths into a scheduler's queues, ids in this order; each may add `more` tokens. NeoLiteError."""
+    ids, may_add = count(), SamplingParams(more, ignore_eos=True)
     for device, lengths in (("gpu", on_gpu), ("cpu", on_cpu)):
         for tokens in lengths:
             request = Request(next(ids), (DUMMY,) * (tokens - 1), may_add, output=[DUMMY], num_computed=tokens - 1)
             request.device = "gpu" if device == "gpu" else "cpu"
             if not s.blocks.grow(request, tokens - 1):
-                full = (
-                    f"the {device} pool of {s.blocks.total[request.device] * s.config.block_size:,} KV tokens is full"
+                pool = f"the {device} pool of {s.blocks.total[request.device] * s.config.block_size:,} KV tokens"
+                raise NeoLiteError(
+                    f"{pool} is full at request {request.id + 1}: take fewer, shorten them, or enlarge it"
                 )
-                raise NeoLiteError(f"{full} at request {request.id + 1}: take fewer, shorten them, or enlarge the pool")
             s.running.append(request)
     for tokens in waiting:
         s.waiting.append(Request(next(ids), (DUMMY,) * tokens, may_add))
@@ -158,7 +156,7 @@ def view_at(result: SimResult, config: EngineConfig, k: int) -> View:
 def decision(view: View) -> str:
     """The decision and its reason."""
     if not view.plan:
-        return "Nothing to run: the queues are empty."
+        return "Nothing to run."
     (chosen, other), forced = view.plan.candidates, [f"r{i} has waited too long" for i in view.plan.forced if i >= 0]
     told = f"{_rate(chosen)} against {_rate(other)}"
     if view.plan.forced:
@@ -179,10 +177,8 @@ def _rate(c: Candidate) -> str:
 def reasons(view: View) -> dict[int, str]:
     """Why each request is where it is, by id."""
     found = dict(view.plan.reasons)
-    for move in view.plan.moves:
-        found[move.request.id] = (
-            f"{found.get(move.request.id, 'swapped')}; moved to the {move.target.upper()} pool just now"
-        )
+    for r, target in ((move.request, move.target.upper()) for move in view.plan.moves):
+        found[r.id] = f"{found.get(r.id, 'swapped')}; moved to the {target} pool just now"
     if behind := [r for r in view.waiting if r.id not in found]:
         found.update((r.id, f"waits behind r{behind[0].id}: first come, first served") for r in behind)
         found[behind[0].id] = f"waits: {_why_waits(view, behind[0])}"
@@ -194,8 +190,8 @@ def _why_waits(view: View, request: Request) -> str:
     taken = sum(w.length for b in view.plan.batches for w in (*b.prefills, *b.gpu_decodes))
     taken += sum(len(r.prompt) for r in view.waiting if r.id in view.plan.reasons)  # and then taken back by step 5
     left, tokens = view.config.max_batched_tokens - taken, len(request.prompt)
-    if any("makes way" in text for text in view.plan.why):
-        return "somebody has just had to make way, so nobody new comes"
+    if any("dropped" in text for text in view.plan.why):
+        return "somebody has just been dropped for want of room, so nobody new comes"
     if taken and left < tokens:
         return f"an iteration takes {view.config.max_batched_tokens:,} tokens; {max(0, left):,} are left, it has {tokens:,}"
     return f"no pool has room for its {tokens:,} tokens beside those that run"
@@ -208,14 +204,11 @@ def panel(view: View) -> str:
     """All of one iteration: the decision, its candidates, the inequalities, and each request with its reason."""
     parts = [f'<p role="status" class="neo-decision" style="font-size:15px"><b>{escape(decision(view))}</b></p>']
     pair = sorted((c for c in view.plan.candidates if c.requests), key=lambda c: c.name)
-    layers_s = [_layer_s(c, view.config.mode) for c in pair]
+    barriers = view.config.mode == "neo-released"  # whose launches bring the paper's
+    layers_s = [c.stages.paper_layer if barriers else c.stages.layer for c in pair]
     for c, layer_s in zip(pair, layers_s):
         parts.append(schedule(c, layer_s, max(layers_s), chosen=c is view.plan.candidates[0]))
     return _paper(*parts, *(inequalities(c.stages) for c in pair if c.name == "two batches"), placement(view))
-
-
-def _layer_s(c: Candidate, mode: str) -> float:
-    return c.stages.paper_layer if mode == "neo-released" else c.stages.layer  # whose launches bring barriers
 
 
 def schedule(c: Candidate, layer_s: float, longest_s: float, chosen: bool = False, layers: int = 2) -> str:
