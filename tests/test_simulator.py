@@ -218,7 +218,7 @@ def test_a_trace_of_a_run_opens_in_perfetto(tmp_path, capsys):
         (["--gpu-kv-tokens", "-5"], "gpu_kv_tokens is -5"),
         (["--cpu-kv-gib", "nan"], "cpu_kv_gib is nan"),
         (["--max-batched-tokens", "0"], "max_batched_tokens is 0"),
-        (["--trace", "no/such/folder/x.json"], "cannot be written: No such file or directory"),
+        (["--trace", "no/such/folder/x.json"], "x.json cannot be written: name a file in a folder that exists"),
         (["--hardware", "data/hardware.json"], "holds no profile"),
         (["--hardware", "PROFILE"], "says nothing of memory: give --gpu-kv-tokens and --cpu-kv-gib"),
         (
@@ -241,7 +241,7 @@ def test_a_mistake_gets_one_line(arguments, said, capsys, monkeypatch):
 @pytest.mark.slow
 def test_neo_gains_what_an_independent_simulation_of_the_same_stage_times_found():
     """Stage times of 8 SMs of an H200 with a CPU of 100 GB/s, no head, copies or planning, 300 requests at once, 26,400
-    tokens of GPU KV, whole run: 1.13, 1.28, 1.32 and 1.37 times a GPU-only baseline with chunked prefill."""
+    tokens of GPU KV, whole run, outputs 100, 200, 400: 1.13, 1.28, 1.37 times a GPU-only baseline with chunked prefill."""
     model, measured, config = hardware.setting(
         "h200-8sm-14t", "llama-3.1-8b", gpu_kv=26400, cpu_kv_gib=120, max_seqs=1024
     )
@@ -249,7 +249,7 @@ def test_neo_gains_what_an_independent_simulation_of_the_same_stage_times_found(
     free = {name: Curve([(1, 0.0)]) for name in ("head", "transfer")}
     curves = {name: Curve([(1, 4096 / rate), (10**6, 4096e6 / rate)]) for name, rate in lines.items()}
     costs = replace(measured, **curves, **free, overhead_s=0.0, cpu_request_tokens=0.0)
-    for output, ratio in ((100, 1.13), (200, 1.28), (300, 1.32), (400, 1.37)):
+    for output, ratio in ((100, 1.13), (200, 1.28), (400, 1.37)):
         arrivals = parse(f"synthetic:1000,{output}", 300)
         spans = [simulate(model, costs, replace(config, mode=mode), arrivals).span_s for mode in ("gpu-only", "neo")]
         assert spans[0] / spans[1] == pytest.approx(ratio, rel=0.04)
