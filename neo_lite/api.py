@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from neo_lite import machine
 from neo_lite.checkpoint import open_checkpoint
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cost_model import Profile
@@ -72,7 +73,7 @@ def build_engine(
 ) -> Engine:  # fmt: skip
     """An engine on real devices: `build_engine(model, mode="simple", gpu_kv_tokens=4096)`.
 
-    A mode that weighs stage times measures them first, unless `costs` brings a profile.
+    A mode that weighs stage times measures them first, unless `costs` brings a profile of this model and machine.
     """
     known = [f.name for f in fields(EngineConfig)]
     if unknown := [name for name in changes if name not in known]:
@@ -81,6 +82,9 @@ def build_engine(
         raise NeoLiteError(f"config is {config!r}: give an EngineConfig, or settings by name such as mode='simple'")
     config = replace(config or EngineConfig(), **changes)
     timeline = timeline or Timeline(enabled=False)
+    if costs is not None:
+        stamp = machine.stamp() if "gpu" in costs.stamp else None  # a roofline and a toy are of no machine at hand
+        costs.check(model.whole.name, str(model.dtype)[6:], stamp, config.cpu_threads or machine.usable_cores())
     pipeline = model.shard.pipeline(model, config, timeline) if model.shard else Pipeline(model, config, timeline)
     if issubclass(POLICIES[config.mode], Neo) and costs is None:
         costs = model.shard.together(measure, pipeline) if model.shard else measure(pipeline)

@@ -174,15 +174,15 @@ def _torch() -> Any:
 
 
 def gpu(partition_sms: int | None = None) -> dict[str, Any] | None:
-    """The first CUDA device, None without one. `partition_sms`: multiprocessors of the green context in use, if any:
-    a result measured on part of a GPU says so."""
+    """The first CUDA device, None without one. `partition_sms`: multiprocessors of the green context in use, if any (it
+    sets $NEO_LITE_NUM_SMS): a result measured on part of a GPU says so."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return None
     card = torch.cuda.get_device_properties(0)
     return {
         "name": card.name, "count": torch.cuda.device_count(), "sms": card.multi_processor_count,
-        "partition_sms": partition_sms, "memory_bytes": card.total_memory, "capability": [card.major, card.minor],
+        "partition_sms": partition_sms or int(os.environ.get("NEO_LITE_NUM_SMS", 0)) or None, "memory_bytes": card.total_memory, "capability": [card.major, card.minor],
         "cuda": torch.version.cuda,
     }  # fmt: skip
 
