@@ -180,9 +180,10 @@ def gpu(partition_sms: int | None = None) -> dict[str, Any] | None:
     if torch is None or not torch.cuda.is_available():
         return None
     card = torch.cuda.get_device_properties(0)
+    part = partition_sms or int(os.environ.get("NEO_LITE_NUM_SMS", 0)) or None
     return {
         "name": card.name, "count": torch.cuda.device_count(), "sms": card.multi_processor_count,
-        "partition_sms": partition_sms or int(os.environ.get("NEO_LITE_NUM_SMS", 0)) or None, "memory_bytes": card.total_memory, "capability": [card.major, card.minor],
+        "partition_sms": part, "memory_bytes": card.total_memory, "capability": [card.major, card.minor],
         "cuda": torch.version.cuda,
     }  # fmt: skip
 
