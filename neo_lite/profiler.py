@@ -8,7 +8,6 @@ is timed with its copies, as the chain that the pipeline enqueues. Overwrites wh
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -79,11 +78,10 @@ def _profile(pipeline: Pipeline) -> Profile:
     }
     kv_bytes = model.whole.kv_bytes_per_token(str(model.dtype)[6:])
     measured["transfer"] = [(n * kv_bytes, seconds) for n, seconds in measured["transfer"]]
-    stamp = machine.stamp(int(os.environ.get("NEO_LITE_NUM_SMS", 0)) or None)
     fields: dict[str, Any] = {name: Curve(_rising(points)) for name, points in measured.items()}
     fields |= dict(num_layers=model.config.num_layers, model=model.whole.name, dtype=str(model.dtype)[6:])
     fields |= dict(threads=config.cpu_threads or machine.usable_cores(), cpu_request_tokens=each)
-    profile = Profile(**fields, stamp={**stamp, "held_out": held_out(measured)})
+    profile = Profile(**fields, stamp={**machine.stamp(), "held_out": held_out(measured)})
     return replace(profile, overhead_s=_overhead_s(pipeline, profile))
 
 
