@@ -35,7 +35,7 @@ def resolve_device(name: str) -> torch.device:
         raise NeoLiteError(f"device {name!r}: torch {torch.__version__} sees no CUDA GPU here: choose cpu or auto")
     if (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise NeoLiteError(f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
-    if device.type == "cuda":
+    if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and pinned memory belong to the current one
     return device
 

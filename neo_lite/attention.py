@@ -140,9 +140,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     mask = None
     if causal and new < total:  # is_causal would align the first query with the first key
         mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-    if group > 1 and q.is_cuda and (mask is not None or capability(q.device) < (8, 0)):
-        # torch's memory-efficient kernel, all that is left without the flash kernel, knows no GQA; the third writes out
-        # all scores
+    if group > 1 and q.is_cuda and capability(q.device) < (8, 0):
+        # without the flash kernel, torch's memory-efficient one is left, which knows no GQA (or a third, which writes out
+        # all scores)
         k, v, group = *(x.repeat_interleave(group, dim=1) for x in (k, v)), 1
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, enable_gqa=group > 1)

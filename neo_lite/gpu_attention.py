@@ -40,7 +40,7 @@ def _attend(  # type: ignore[no-untyped-def]
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(lens_ptr + seq)
     split_tokens = _share(seq_len, splits, LEAST, TILE)
-    first = split * split_tokens
+    first = tl.multiple_of(split * split_tokens, TILE)  # or the compiler sees no blocks in the order of the tokens
     rows, dims, places = tl.arange(0, ROWS), tl.arange(0, DIM_POW2), tl.arange(0, TILE)
     real = (rows[:, None] < GROUP) & (dims[None] < DIM)
     q = tl.load(q_ptr + seq * q_stride + (head * GROUP + rows[:, None]) * DIM + dims[None], real, 0.0)
