@@ -17,7 +17,7 @@ from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cost_model import Candidate, Profile
 from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work
-from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, decoding, halves
+from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, halves
 
 Prefill = tuple[Request, Device]  # who would be admitted, and where its KV would live
 
@@ -133,11 +133,14 @@ class Neo(Scheduler):
         self, prefills: Sequence[Prefill], on_gpu: Sequence[Work], few: Sequence[Work], rest: Sequence[Work]
     ) -> list[Prefill]:
         """Takes back the last prefills whose KV would go to the CPU, while both inequalities hold and above the floor."""
-        kept = list(prefills)
+        kept, tokens = list(prefills), sum(r.num_tokens for r, _ in prefills) + len(on_gpu) + len(few)
+        first, second = SubBatch(_works(prefills), tuple(on_gpu), tuple(few)), SubBatch(cpu_decodes=tuple(rest))
+        stages = self.costs.stages((first, second))
         while kept and kept[-1][1] == "cpu":
-            fewer = SubBatch(_works(kept[:-1]), tuple(on_gpu), tuple(few))
-            stages = self.costs.stages((fewer, SubBatch(cpu_decodes=tuple(rest))))
-            if fewer.num_tokens < self.floor or not stages.holds:
+            tokens -= kept[-1][0].num_tokens
+            pref0 = stages.pref0 - self.costs.t_prefill_attn(_works(kept[-1:]))
+            stages = replace(stages, l0=self.costs.t_linear(tokens), pref0=pref0)
+            if tokens < self.floor or not stages.holds:
                 break
             kept.pop()
         return kept
@@ -178,8 +181,8 @@ class Neo(Scheduler):
                 reasons[w.request.id] = f"{text}: prefill, KV to the {w.request.device} pool"
             reasons.update((w.request.id, "batch-0: its KV is on the GPU") for w in batch.gpu_decodes)
             reasons.update((w.request.id, f"{text}: CPU decode within its inequality") for w in batch.cpu_decodes)
-        served = {w.request for batch in chosen.batches for w in batch.cpu_decodes}
-        on_cpu = [r for r in self.running if r.device == "cpu" and decoding(r) and r not in served]
+        served = {w.request for batch in chosen.batches for w in (*batch.prefills, *batch.cpu_decodes)}
+        on_cpu = [r for r in self.running if r.device == "cpu" and r not in served]
         self.skipped = {r: self.skipped.get(r, 0) + 1 for r in on_cpu}
         placed = {w.request for w in (*few, *rest)}
         texts = ("skipped: it would break both inequalities", "skipped: GPU-only has the higher x/T")

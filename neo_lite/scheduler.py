@@ -82,7 +82,7 @@ class Scheduler:
     def _make_room(self, moves: list[Move], why: list[str]) -> None:
         """A block for each decode that needs one; the newest request of its pool makes way for the oldest."""
         size = self.blocks.block_size
-        for request in [r for r in self.running if r.num_tokens > len(r.block_table) * size]:
+        for request in [r for r in self.running if r.num_computed >= len(r.block_table) * size]:  # one in sixteen
             while request in self.running and not self.blocks.grow(request, request.num_tokens):
                 victim = [r for r in self.running if r.device == request.device][-1]
                 self.running.remove(victim)
