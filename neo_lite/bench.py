@@ -28,6 +28,7 @@ from neo_lite.engine import Engine
 from neo_lite.model import Llama
 from neo_lite.profiler import measure_all_reduce
 from neo_lite.request import Request, SamplingParams
+from neo_lite.simulator import kind_of
 from neo_lite.timeline import Timeline
 from neo_lite.workload import Arrival, parse, random_prompt
 from neo_lite.workload import source as workload_source
@@ -170,12 +171,6 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], seed: int, record: int = 
         engine.executor.run, engine.timeline.enabled = inner, False  # type: ignore[method-assign]
     run.seconds = time.perf_counter() - start_s
     return run
-
-
-def kind_of(plan: Any) -> str:
-    """one or two sub-batches, with or without prefills"""
-    size = "two batches" if len(plan.batches) == 2 else "one batch"
-    return size + (", with prefills" if any(b.prefills for b in plan.batches) else ", decodes only")
 
 
 def busy(timeline: Timeline) -> dict[str, Any]:
