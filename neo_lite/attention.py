@@ -84,27 +84,29 @@ def gathered_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: T
 
 def triton_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, view: View) -> Tensor:
     """The same in place, on a GPU with Triton (compute capability 8.0 and up)."""
-    from neo_lite.gpu_attention import paged_decode
+    from neo_lite.gpu_kernels import paged_decode
 
     return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens)
 
 
 def gpu_decode_backend(device: torch.device) -> Backend:
     """Triton from compute capability 8.0 on; below it, and on a machine without a GPU, gathered SDPA."""
-    return triton_decode if device.type == "cuda" and capability(device) >= (8, 0) else gathered_decode
+    return triton_decode if has_triton(device) else gathered_decode
+
+
+def has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and capability(device) >= (8, 0)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The card's compute capability. $NEO_LITE_ASSUME=sm75 makes a newer card run what a T4 would run: fp16, no Triton,
-    no flash kernel (which torch has from 8.0 on, and cuDNN's too)."""
+    no flash kernel."""
     assumed = os.environ.get("NEO_LITE_ASSUME", "")
     if assumed not in ("", "sm75"):
         raise NeoLiteError(f"NEO_LITE_ASSUME is {assumed!r}: leave it out, or say sm75")
-    if assumed:
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        return (7, 5)
-    return torch.cuda.get_device_capability(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new prompt length, in tens of milliseconds
+    torch.backends.cuda.enable_flash_sdp(not assumed)
+    return (7, 5) if assumed else torch.cuda.get_device_capability(device)
 
 
 def cpu_kernel_decode(

@@ -7,6 +7,7 @@ ran, and are timed apart. Called by `__main__`.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -119,7 +120,8 @@ def partition(num_sms: int) -> None:
             f"--num-sms {num_sms} is refused by this GPU ({str(error).splitlines()[0]}): try 8"
         ) from None
     os.environ["NEO_LITE_NUM_SMS"] = str(num_sms)
-    partition.context.set_context()  # type: ignore[attr-defined]  # kept to the process's end: freed earlier, it aborts
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(partition.context))  # type: ignore[attr-defined]  # never freed: streams and
+    partition.context.set_context()  # type: ignore[attr-defined]  # graphs that outlive it would complain or abort
 
 
 @dataclass

@@ -17,7 +17,7 @@ from neo_lite.kv_cache import KVCache
 from neo_lite.rows import Part, Rows, Stored
 from neo_lite.streams import Cuda, Host
 
-KEPT = 64  # graphs; each takes some MB of GPU memory
+KEPT = 32  # graphs; of a model with 32 layers and two sub-batches, each takes 8 MB of GPU memory
 Sizes = tuple[tuple[int, int], ...]
 
 

@@ -11,6 +11,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,19 +57,19 @@ class KVPool:
         """What an int8 pool's reader needs besides k and v of a layer; nothing for the others."""
         return {n: t[layer] for n, t in self.tensors.items() if n.endswith("scale")}
 
-    def rows(self, slots: Tensor) -> Tensor:
-        """Where `slots` [tokens] (block * block_size + place in the block) lie in a layer seen as rows of head_dim
-        numbers: int64 [tokens, kv_heads]."""
-        slots, heads, size = slots.long(), self.k.shape[2], self.block_size
-        head = torch.arange(heads, device=slots.device)
-        return ((slots // size * heads)[:, None] + head) * size + (slots % size)[:, None]
+    def places(self, slots: np.ndarray) -> np.ndarray:
+        """Where `slots` [tokens] (block * block_size + place in the block) lie in a layer seen as rows of head_dim numbers:
+        [tokens, kv_heads]."""
+        blocks, places = np.divmod(slots, self.block_size)
+        heads = self.k.shape[2]
+        return (blocks[:, None] * heads + np.arange(heads)) * self.block_size + places[:, None]
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Writes k, v [tokens, kv_heads, head_dim] at `slots` [tokens]."""
-        self.put(layer, k, v, self.rows(slots))
+        self.put(layer, k, v, torch.from_numpy(self.places(slots.cpu().numpy())).to(k.device))
 
     def put(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> None:
-        """The same, with `places` = `rows(slots)` worked out before, once for all layers.
+        """The same, with `places(slots)` worked out before, once for all layers: int64.
 
         From the GPU into the CPU pool it is a kernel that writes pinned host memory over the link.
         """

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from neo_lite.attention import has_triton
 from neo_lite.config import ModelConfig, RopeScaling
 from neo_lite.request import Request
 
@@ -53,6 +54,11 @@ class Llama:
     ) -> None:
         self.whole, self.shard, self.dtype, self.device = config, shard, dtype, device
         self.config = config = shard.config if shard else config
+        self._rotate, self._swiglu = rotate, swiglu
+        if has_triton(device):
+            from neo_lite import gpu_kernels
+
+            self._rotate, self._swiglu = gpu_kernels.rotate, gpu_kernels.swiglu
         self.tokenizer: Any = None
         self.source = ""
         self.inv_freq = rope_frequencies(config).to(device)
@@ -79,7 +85,7 @@ class Llama:
         h = F.rms_norm(x, (c.hidden_size,), w.input_norm, c.rms_norm_eps)
         qkv = F.linear(h, w.qkv, w.qkv_bias).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         qk, v = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
-        q, k = rotate(qk, rope).split((c.num_heads, c.num_kv_heads), dim=1)
+        q, k = self._rotate(qk, rope).split((c.num_heads, c.num_kv_heads), dim=1)
         return q, k, v
 
     def post_attention(self, layer: int, attn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -87,8 +93,8 @@ class Llama:
         w = self.layers[layer]
         x = x + self._sum(F.linear(attn.flatten(1), w.o, w.o_bias))
         h = F.rms_norm(x, (self.config.hidden_size,), w.post_norm, self.config.rms_norm_eps)
-        gate, up = F.linear(h, w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
-        return x + self._sum(F.linear(F.silu(gate) * up, w.down, w.down_bias))
+        h = self._swiglu(F.linear(h, w.gate_up, w.gate_up_bias))
+        return x + self._sum(F.linear(h, w.down, w.down_bias))
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] of the tokens that sample -> float32 logits [n, vocabulary]."""
@@ -157,6 +163,12 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """[tokens, 2 * intermediate] -> [tokens, intermediate]: silu(gate) * up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:

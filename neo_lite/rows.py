@@ -6,6 +6,7 @@ plan's lists become int32 arrays, which go to the device in one copy. Called by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,10 +27,11 @@ class Part:
     rows: slice
     view: View
 
-    def new_rows(self, pool: KVPool) -> Tensor:
-        """Where in its pool the new token of each decode goes, as in `KVPool.rows`."""
-        last, size = self.view.seq_lens.long() - 1, pool.block_size
-        return pool.rows(self.view.block_table.long().gather(1, (last // size)[:, None])[:, 0] * size + last % size)
+    def new_places(self, pool: KVPool) -> Tensor:
+        """Where in its pool on the host the new token of each decode goes, as in `KVPool.places`."""
+        last, table = self.view.seq_lens.numpy() - 1, self.view.block_table.numpy()
+        slots = table[np.arange(len(last)), last // pool.block_size] * pool.block_size + last % pool.block_size
+        return torch.from_numpy(pool.places(slots))
 
     @cached_property
     def requests(self) -> list[int]:
@@ -38,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Rows whose new keys and values go to one pool, and where: `places` as in `KVPool.rows`."""
+    """Rows whose new keys and values go to one pool, and where: int64 `places` as in `KVPool.places`."""
 
     rows: slice
     places: Tensor
@@ -61,27 +63,46 @@ class Rows:
 
 def rows_of(batch: SubBatch, cache: KVCache) -> Rows:
     """The tensors of a sub-batch, on the model's device; those of its CPU decodes' view on the host."""
-    size, leaving = cache.pools["gpu"].block_size, [w for w in batch.prefills if w.request.device == "cpu"]
+    pool, leaving = cache.pools["gpu"], [w for w in batch.prefills if w.request.device == "cpu"]
     prefills = (*leaving, *(w for w in batch.prefills if w.request.device == "gpu"))
     works = (*prefills, *batch.gpu_decodes, *batch.cpu_decodes)
-    pairs = [(w.request, p) for w in works for p in range(w.start, w.seq_len)]
-    ends = np.cumsum([w.length for w in works], dtype=np.int32)
-    on_host = _lens_and_table(batch.cpu_decodes)
-    tokens, positions, slots, last, *views = to_device([
-        _ints([r.token(p) for r, p in pairs]), _ints([p for _, p in pairs]),
-        _ints([r.block_table[p // size] * size + p % size for r, p in pairs]),  # slot_mapping
-        (ends - 1)[[w.samples for w in works]], *_lens_and_table(prefills), *_lens_and_table(batch.gpu_decodes),
-    ], cache.device)  # fmt: skip
-    first, end = sum(w.length for w in leaving), len(pairs) - len(batch.cpu_decodes)
+    tokens, positions, slots = _columns(works, pool.block_size)
+    first, end = sum(w.length for w in leaving), len(tokens) - len(batch.cpu_decodes)
     middle = end - len(batch.gpu_decodes)
+    ends = np.cumsum([w.length for w in works], dtype=np.int32)
+    last = ends[[w.samples for w in works]] - 1
+    on_host = _lens_and_table(batch.cpu_decodes)
+    tokens_, positions_, last_, places, *views = to_device(
+        [
+            tokens,
+            positions,
+            last,
+            pool.places(slots[:end]),
+            *_lens_and_table(prefills),
+            *_lens_and_table(batch.gpu_decodes),
+        ],
+        cache.device,
+    )
+    places = places.long()
     return Rows(
-        tokens, positions, last, [w.request for w in works if w.samples],
+        tokens_, positions_, last_, [w.request for w in works if w.samples],
         Part(prefills, slice(0, middle), _view(prefills, *views[:2])),
         Part(batch.gpu_decodes, slice(middle, end), _view(batch.gpu_decodes, *views[2:])),
-        Part(batch.cpu_decodes, slice(end, len(pairs)), _view(batch.cpu_decodes, *map(torch.from_numpy, on_host))),
-        Stored(slice(0, first), cache.pools["cpu"].rows(slots[:first])),
-        Stored(slice(first, end), cache.pools["gpu"].rows(slots[first:end])),
+        Part(batch.cpu_decodes, slice(end, len(tokens)), _view(batch.cpu_decodes, *map(torch.from_numpy, on_host))),
+        Stored(slice(0, first), places[:first]),
+        Stored(slice(first, end), places[first:]),
     )  # fmt: skip
+
+
+def _columns(works: Sequence[Work], size: int) -> np.ndarray:
+    """int32 [3, tokens]: each row's token, its position, its slot (slot_mapping: block * size + place in the block)."""
+    columns: tuple[list[int], ...] = ([], [], [])
+    for work in works:
+        token, table = work.request.token, work.request.block_table
+        for p in range(work.start, work.seq_len):
+            for column, number in zip(columns, (token(p), p, table[p // size] * size + p % size)):
+                column.append(number)
+    return np.array(columns, np.int32)
 
 
 def view_of(works: tuple[Work, ...], device: torch.device) -> View:
@@ -98,16 +119,12 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     return [whole[s : s + a.size].view(a.shape) for a, s in zip(arrays, starts)]
 
 
-def _ints(numbers: list[int]) -> np.ndarray:
-    return np.array(numbers, np.int32)
-
-
-def _lens_and_table(works: tuple[Work, ...]) -> list[np.ndarray]:
-    """seq_lens [works] and block_table [works, width], unused entries 0."""
-    table = np.zeros((len(works), max((len(w.request.block_table) for w in works), default=0)), np.int32)
-    for row, work in zip(table, works):
-        row[: len(work.request.block_table)] = work.request.block_table
-    return [_ints([w.seq_len for w in works]), table]
+def _lens_and_table(works: Sequence[Work]) -> list[np.ndarray]:
+    """int32 seq_lens [works] and block_table [works, width], unused entries 0."""
+    tables = [w.request.block_table for w in works]
+    width = max(map(len, tables), default=0)
+    table = np.array([t + [0] * (width - len(t)) for t in tables], np.int32).reshape(len(works), width)
+    return [np.array([w.seq_len for w in works], np.int32), table]
 
 
 def _view(works: tuple[Work, ...], seq_lens: Tensor, table: Tensor) -> View:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.cpu_attention import AttentionArgs, Kernel
 from neo_lite.kv_cache import KVPool
+from neo_lite.machine import usable_cores
 from neo_lite.rows import Part
 from neo_lite.timeline import Timeline
 
@@ -54,7 +57,7 @@ class Host:
     ) -> Pending:
         """Starts the decodes of one part on the CPU; q, k, v as in `attention`. `batch`: 0 or 1, the sub-batch."""
         with self.stage("cpu", "cpu_attn", layer=layer, batch=batch, **_served(part, self.decode)):
-            pool.put(layer, k, v, part.new_rows(pool))
+            pool.put(layer, k, v, part.new_places(pool))
             out = self.decode(q, k, v, pool.k[layer], pool.v[layer], part.view, **pool.scales(layer))
         return lambda: out
 
@@ -80,10 +83,12 @@ class Cuda:
     ) -> None:
         self.timeline, self.decode, self.kernel, self.config = timeline, decode, kernel, config
         self.copies, self.cpu = torch.cuda.Stream(), torch.cuda.Stream()
+        leave_cores(config.cpu_threads)
         dtype = getattr(torch, kernel.spec.dtype)
         self.staging = [Staging(config.max_seqs, model, dtype) for _ in range(2)]
         self._marks: list[tuple[str, str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
         self._nodes: list[tuple[AttentionArgs, dict[str, Any]]] = []  # alive until their host nodes have run
+        self._reading: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self._graph_memory = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time
 
     @contextmanager
@@ -103,9 +108,11 @@ class Cuda:
         self.copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copies), self.stage(lane, name, **args):
             work()
-        for tensor in reads:  # or its memory would go to the compute stream's next tensor while it is being read
-            tensor.record_stream(self.copies)
-        return self.copies.record_event()
+        done = self.copies.record_event()
+        self._reading.append((done, reads))  # or their memory would go to the compute stream's next tensors meanwhile
+        if len(self._reading) > 2:
+            torch.cuda.current_stream().wait_event(self._reading.popleft()[0])  # two layers ago: over long since
+        return done
 
     def wait(self, done: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(done)
@@ -143,8 +150,14 @@ class Cuda:
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """Records what `work` enqueues here, and on the streams that join in, as a CUDA graph: one launch for all of it."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory):
-            out = work()
+        collecting = gc.isenabled()
+        gc.disable()  # the end of another engine's pools, unpinned in the midst of it, would break the capture off
+        try:
+            with torch.cuda.graph(graph, pool=self._graph_memory):
+                out = work()
+        finally:
+            if collecting:
+                gc.enable()
         nodes, self._nodes = self._nodes, []
         return Captured(graph, out, nodes)
 
@@ -168,6 +181,7 @@ class Cuda:
         finally:
             self._marks.clear()
             self._nodes.clear()
+            self._reading.clear()
 
 
 @dataclass(frozen=True)
@@ -226,6 +240,16 @@ class Staging:
         for name, tensor in pool.tensors.items():
             setattr(args, name if name.endswith("scale") else name + "_cache", tensor[layer].data_ptr())
         return args
+
+
+def leave_cores(threads: int) -> None:
+    """Shrinks torch's own OpenMP team to the cores that the kernel's `threads` leave, two at least.
+
+    While all teams of a process together have more threads than there are cores, libgomp puts waiting threads to sleep at
+    once, and waking the kernel's for each layer takes longer than a short attention.
+    """
+    torch.set_num_threads(max(2, usable_cores() - (threads or usable_cores())))
+    torch.zeros(1 << 20).add_(1)  # the team shrinks when it next works
 
 
 def failure(error: RuntimeError) -> str | None:

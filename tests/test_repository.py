@@ -36,10 +36,10 @@ CONTROL_PLANE = [
 DATA_PLANE = ["kv_cache", "cpu_attention", "attention", "model", "rows", "streams", "graphs", "pipeline"]
 READING_PATH = CONTROL_PLANE + DATA_PLANE
 # Called along the way and read when needed: `machine` (what hardware this is), `checkpoint` (files of weights),
-# `kernel_build` (the C++ compiler), `gpu_attention` (the Triton kernel).
+# `kernel_build` (the C++ compiler), `gpu_kernels` (those in Triton).
 ORDER = [
     "__init__", "config", "machine", *CONTROL_PLANE[1:], "hardware", "checkpoint", "kv_cache", "kernel_build",
-    "cpu_attention", "gpu_attention", "attention", "model", "rows", "streams", "graphs", "pipeline", "profiler", "api",
+    "cpu_attention", "gpu_kernels", "attention", "model", "rows", "streams", "graphs", "pipeline", "profiler", "api",
     "quality", "bench", "kernel_bench", "parallel", "launch", "plots", "exercise", "figures", "explorer", "__main__",
 ]  # fmt: skip
 NOT_YET = {"simulator", "figures"}

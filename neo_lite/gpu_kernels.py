@@ -1,0 +1,177 @@
+"""What torch has no fast kernel for, in Triton: paged decode attention, RoPE in place, SwiGLU. Called by `attention`, `model`.
+
+All are limited by the card's memory bandwidth. Attention reads each byte of KV once, in place. One program reads a split of
+one sequence's tokens in one KV head, for all query heads of its group, with a running softmax; a few long sequences are
+split until they fill the card, and a second kernel merges the splits (flash decoding). Splits as long as that allows: on 8
+SMs of an H200, 20 requests of 1,200 tokens are read at 328 GB/s in splits of 256 tokens and four warps, at 451 whole and
+with two. How many splits depends on the number of sequences alone, and each sequence is shared out by its own length on the
+GPU: a CUDA graph serves all lengths. RoPE and SwiGLU took torch 7.5 of the 40 ms of a layer's 4,000 prefill tokens there, in
+seven kernels. Needs compute capability 8.0; below it torch serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 64  # tokens in one step of a program
+WARPS, STAGES = 2, 3
+LEAST = 256  # tokens of a split
+PROGRAMS_PER_SM = 8
+
+
+@triton.jit
+def _share(seq_len, splits, LEAST: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tokens of one split of a sequence: equal shares, in whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, splits), TILE) * TILE, LEAST)
+
+
+@triton.jit(do_not_specialize=("q_rows", "width", "splits"))
+def _attend(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, max_ptr, sum_ptr, result_ptr, q_rows, width, splits, scale,
+    SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Without splits the result; else out, max, sum [sequences, kv_heads, splits, GROUP], not yet normalised."""
+    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(lens_ptr + seq)
+    split_tokens = _share(seq_len, splits, LEAST, TILE)
+    first = tl.multiple_of(split * split_tokens, TILE)  # or the compiler sees no blocks in the order of the tokens
+    rows, dims, places = tl.arange(0, ROWS), tl.arange(0, DIM_POW2), tl.arange(0, TILE)
+    real = (rows[:, None] < GROUP) & (dims[None] < DIM)
+    q = tl.load(q_ptr + (seq * q_rows + head * GROUP + rows[:, None]) * DIM + dims[None], real, 0.0)
+    running_max = tl.full([ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_POW2], tl.float32)
+    for start in range(first, tl.minimum(first + split_tokens, seq_len), TILE):
+        tokens = start + places
+        valid = tokens < seq_len
+        blocks = tl.load(table_ptr + seq * width + tokens // BLOCK, valid, 0).to(tl.int64)
+        offsets = ((blocks * HEADS + head) * BLOCK + tokens % BLOCK) * DIM
+        mask = valid[:, None] & (dims[None] < DIM)
+        k = tl.load(k_ptr + offsets[:, None] + dims[None], mask, 0.0, eviction_policy="evict_first")
+        v = tl.load(v_ptr + offsets[:, None] + dims[None], mask, 0.0, eviction_policy="evict_first")
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.44269504)  # 2^x is cheaper than e^x
+        scores = tl.where(valid[None], scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        fade = tl.exp2(running_max - new_max)
+        running_sum = running_sum * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        running_max = new_max
+    place = ((seq * HEADS + head) * splits + split) * GROUP + rows
+    if SPLIT:
+        tl.store(max_ptr + place, running_max, rows < GROUP)
+        tl.store(sum_ptr + place, running_sum, rows < GROUP)
+        tl.store(out_ptr + place[:, None] * DIM + dims[None], acc, real)
+    else:
+        result = (acc / tl.maximum(running_sum, 1e-38)[:, None]).to(result_ptr.dtype.element_ty)
+        tl.store(result_ptr + place[:, None] * DIM + dims[None], result, real)
+
+
+@triton.jit(do_not_specialize=("splits",))
+def _merge(  # type: ignore[no-untyped-def]
+    out_ptr, max_ptr, sum_ptr, lens_ptr, result_ptr, splits, LEAST: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+):  # fmt: skip
+    """One query head of one sequence: the splits weighted by 2^max and divided by the sum of all."""
+    seq, q_head = tl.program_id(0), tl.program_id(1)
+    head, row, dims = q_head // GROUP, q_head % GROUP, tl.arange(0, DIM_POW2)
+    seq_len = tl.load(lens_ptr + seq)
+    used = tl.cdiv(seq_len, _share(seq_len, splits, LEAST, TILE))
+    top, total = float("-inf"), 0.0
+    acc = tl.zeros([DIM_POW2], tl.float32)
+    for split in range(used):
+        place = ((seq * HEADS + head) * splits + split) * GROUP + row
+        m = tl.load(max_ptr + place)
+        new_top = tl.maximum(top, m)
+        fade, weight = tl.exp2(top - new_top), tl.exp2(m - new_top)
+        total = total * fade + tl.load(sum_ptr + place) * weight
+        acc = acc * fade + tl.load(out_ptr + place * DIM + dims, dims < DIM, 0.0) * weight
+        top = new_top
+    result = (acc / tl.maximum(total, 1e-38)).to(result_ptr.dtype.element_ty)
+    tl.store(result_ptr + (seq * HEADS * GROUP + q_head) * DIM + dims, result, dims < DIM)
+
+
+def paged_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """q [sequences, q_heads, head_dim] (rows may be strided), caches [blocks, kv_heads, block_size, head_dim],
+    block_table and seq_lens int32; a sequence of 0 tokens gives zeros. Returns [sequences, q_heads, head_dim]."""
+    count, q_heads, dim = q.shape
+    _, heads, block, _ = k_cache.shape
+    group, splits = q_heads // heads, max(1, -(-PROGRAMS_PER_SM * multiprocessors() // (count * heads)))
+    assert q.stride()[1:] == (dim, 1) and q.stride(0) % dim == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = maxima = sums = result
+    if splits > 1:
+        places = count * heads * splits * group
+        out, maxima, sums = (torch.empty(places, n, dtype=torch.float32, device=q.device) for n in (dim, 1, 1))
+    tile = TILE if q.dtype != torch.float32 and dim <= 128 else TILE // 2
+    sizes = dict(
+        HEADS=heads, GROUP=group, DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), LEAST=LEAST, TILE=tile
+    )
+    _attend[(count, heads, splits)](
+        q, k_cache, v_cache, block_table, seq_lens, out, maxima, sums, result, q.stride(0) // dim, block_table.shape[1], splits,
+        dim**-0.5, SPLIT=splits > 1, ROWS=max(16, triton.next_power_of_2(group)), BLOCK=block, num_warps=WARPS,
+        num_stages=STAGES, **sizes,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(count, q_heads)](out, maxima, sums, seq_lens, result, splits, num_warps=1, **sizes)
+    return result
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """Of this process's part of the GPU: `bench.partition` says how many those are, the card would name all of them."""
+    return int(os.environ.get("NEO_LITE_NUM_SMS") or torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+@triton.jit(do_not_specialize=("stride",))
+def _rotate(  # type: ignore[no-untyped-def]
+    x_ptr, cos_ptr, sin_ptr, stride, HEADS: tl.constexpr, HALF: tl.constexpr, HEADS_POW2: tl.constexpr,
+    HALF_POW2: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token; `stride`: heads from one token to the next."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, dims = tl.arange(0, HEADS_POW2)[:, None], tl.arange(0, HALF_POW2)[None]
+    cos = tl.load(cos_ptr + token * 2 * HALF + dims, dims < HALF, 0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * 2 * HALF + dims, dims < HALF, 0.0).to(tl.float32)
+    place, real = (token * stride + heads) * 2 * HALF + dims, (heads < HEADS) & (dims < HALF)
+    first = tl.load(x_ptr + place, real, 0.0).to(tl.float32)
+    second = tl.load(x_ptr + place + HALF, real, 0.0).to(tl.float32)
+    tl.store(x_ptr + place, (first * cos - second * sin).to(x_ptr.dtype.element_ty), real)
+    tl.store(x_ptr + place + HALF, (second * cos + first * sin).to(x_ptr.dtype.element_ty), real)
+
+
+def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """`model.rotate`, in place: x [tokens, heads, d], whose tokens may lie apart."""
+    tokens, heads, dim = x.shape
+    assert x.stride()[1:] == (dim, 1) and x.stride(0) % dim == 0
+    if tokens:
+        sizes = dict(HEADS=heads, HALF=dim // 2, HEADS_POW2=triton.next_power_of_2(heads))
+        _rotate[(tokens,)](x, *rope, x.stride(0) // dim, HALF_POW2=triton.next_power_of_2(dim // 2), **sizes)
+    return x
+
+
+@triton.jit
+def _swiglu(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token, dims = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + token * 2 * INNER + dims, dims < INNER, 0.0).to(tl.float32)
+    up = tl.load(x_ptr + token * 2 * INNER + INNER + dims, dims < INNER, 0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + token * INNER + dims, out.to(out_ptr.dtype.element_ty), dims < INNER)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`model.swiglu`: [tokens, 2 * inner] -> [tokens, inner]."""
+    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        _swiglu[(tokens, triton.cdiv(inner, 1024))](gate_up, out, INNER=inner, BLOCK=1024)
+    return out
