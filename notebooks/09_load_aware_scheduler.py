@@ -55,7 +55,7 @@ from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 
-from neo_lite import EngineConfig, NeoLiteError, exercise, explorer, plots
+from neo_lite import EngineConfig, exercise, explorer, plots
 from neo_lite.blocks import Blocks
 from neo_lite.cost_model import Profile
 from neo_lite.neo import POLICIES, Neo
@@ -505,8 +505,8 @@ assert iteration == Neo.PATIENCE + 1 and plan.forced == (1,)
 # ## 8. Now play
 #
 # The same objects under sliders. On the left a machine; in the middle the queues as they are *now*; on the right a run.
-# - Move `CPU-requests` from 0 upwards. At how many does the decision flip? Then halve `CPU GB/s`.
-# - Take `waiting` to 0: without prefills there is little to hide behind.
+# - Take `CPU-requests` to 0, then up again with the arrow keys. At how many does the decision flip?
+# - Take `waiting` to 0 and try again. Without a prefill a second batch must bring many more. Then halve `CPU GB/s`.
 # - Press *simulate a run*, then *play*. Or click the iteration's handle and use the arrow keys.
 # - Choose `neo-released` and simulate again. Where are its two-batch iterations?
 # - Export the trace and open it in ui.perfetto.dev.
@@ -514,11 +514,7 @@ assert iteration == Neo.PATIENCE + 1 and plan.forced == (1,)
 # (Where a notebook is only shown, as on GitHub, there are no sliders: see the figure below.)
 
 # %%
-try:
-    shown = explorer.Explorer().root
-except NeoLiteError as error:
-    shown = print(error)
-shown
+explorer.Explorer().root
 
 # %% [markdown]
 # What you see when you play: requests come faster and faster, the GPU's pool fills, and the mode flips. As long as
