@@ -9,7 +9,7 @@
 #include <numeric>
 #include <type_traits>
 #include <vector>
-#include "simd.h"
+#include "vectors.h"
 
 struct AttentionArgs {
   const void *q, *k_new, *v_new;   // [batch, q_heads, HEAD_DIM]; [batch, kv_heads, HEAD_DIM] or null: appended first
