@@ -24,6 +24,8 @@ SETUP := PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh tools/setup.sh --venv $(VENV) --
 # Whatever would be written to a home folder is written to .cache/ here; a value of your own wins.
 export NEO_LITE_CACHE ?= $(CACHE)/neo_lite
 export NEO_LITE_FIGURES ?= $(CURDIR)/out/figures
+# A folder that already holds the real workload files; empty: the fits, or a download on request.
+export NEO_LITE_DATA ?=
 export PIP_CACHE_DIR ?= $(CACHE)/pip
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 export PIP_ROOT_USER_ACTION ?= ignore
