@@ -26,9 +26,9 @@ from neo_lite.rows import Part, view_of
 # Dense enough that a line between two of them is within 4 % of a parabola, which the attention of a long prompt is.
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 KV_TOKENS = (64, 256, 1024, 4096, 16384, 65536, 131072)
-REQUESTS = (1, 16, 64, 256)
+REQUESTS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 ROUNDS = 5
-POINT_S = 0.4  # a point that has taken longer is not run again
+POINT_S = 0.4  # a point that has taken longer, its warm-up not counted, is not run again
 LAYERS = 4 if not torch.cuda.is_available() else 16
 SEQ_LEN = 1024  # of the decodes that are timed
 SHORT_LEN = 64  # of those that show what a request costs besides its KV
@@ -107,13 +107,14 @@ def _points(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]]
     works = [work_of(n) for n in widths]
     times_s: list[list[float]] = [[] for _ in widths]
     spent_s = [0.0] * len(widths)
-    for round_ in range(ROUNDS + 1):  # the first one warms up
+    for work in works:
+        work()  # compiles kernels, warms libraries up
+    for _ in range(ROUNDS):
         for i, work in enumerate(works):
-            if not times_s[i] or spent_s[i] < POINT_S:
-                start_s, seconds = time.perf_counter(), work()
+            if spent_s[i] < POINT_S:
+                start_s = time.perf_counter()
+                times_s[i].append(work())
                 spent_s[i] += time.perf_counter() - start_s
-                if round_ or spent_s[i] > POINT_S:  # a slow stage hides its own warm-up
-                    times_s[i].append(seconds)
     return [(n, sorted(seconds)[len(seconds) // 4]) for n, seconds in zip(widths, times_s)]
 
 
