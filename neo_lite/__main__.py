@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="the same engine and scheduler on a virtual clock, on any machine")
     add_simulate_arguments(simulate)
     simulate.set_defaults(command=run_simulate)
+    figures = commands.add_parser("figures", help="the paper's figures: its points, simulated and recorded ones")
+    add_figures_arguments(figures)
+    figures.set_defaults(command=run_figures)
     for command in (generate, bench):
         command.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the model")
         command.add_argument("--executor", default="torch", help="what started them: torch (torchrun), or ray")
@@ -178,6 +181,19 @@ def run_simulate(args: argparse.Namespace) -> int:
     }  # fmt: skip
     print(json.dumps(row) if args.json else "\n".join(f"{k:24}{v}" for k, v in row.items()))
     return 0
+
+
+def add_figures_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("names", nargs="*", help="such as 6c 10a (default: all; an unknown one lists them)")
+    p.add_argument("--source", default="recorded", help="beside the paper's points: simulated, recorded too, measured here too")
+    p.add_argument("--out", default="figures", help="the folder for .svg and .png")
+    p.add_argument("--fresh", action="store_true", help="simulate again what the figures show, on all cores")
+
+
+def run_figures(args: argparse.Namespace) -> int:
+    from neo_lite import figures
+
+    return figures.main(args)
 
 
 def _command(name: str, args: argparse.Namespace) -> str:
