@@ -38,7 +38,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Without splits the result; else out, max, sum [sequences, kv_heads, splits, GROUP], not yet normalised."""
-    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # the heads of a block lie side by side
     seq_len = tl.load(lens_ptr + seq)
     split_tokens = _share(seq_len, splits, LEAST, TILE)
     first = tl.multiple_of(split * split_tokens, TILE)  # or the compiler sees no blocks in the order of the tokens
@@ -116,8 +116,8 @@ def paged_decode(
     sizes = dict(
         HEADS=heads, GROUP=group, DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), LEAST=LEAST, TILE=tile
     )
-    _attend[(count, heads, splits)](
-        q, k_cache, v_cache, block_table, seq_lens, out, maxima, sums, result, q.stride(0) // dim, block_table.shape[1], splits,
+    _attend[(heads, count, splits)](
+        q, k_cache, v_cache, block_table, seq_lens, out, maxima, sums, result, q.stride(0) // dim, block_table.stride(0), splits,
         dim**-0.5, SPLIT=splits > 1, ROWS=max(16, triton.next_power_of_2(group)), BLOCK=block, num_warps=WARPS,
         num_stages=STAGES, **sizes,
     )  # fmt: skip

@@ -37,6 +37,7 @@ from neo_lite.rows import Part, Rows, rows_of
 from neo_lite.streams import Cuda, Host, Pending, failure
 from neo_lite.timeline import Timeline
 
+TABLE_STEP = 64  # blocks: a CUDA graph serves until a request needs a wider table
 UNPIPELINED = ("gpu-only", "gpu-only-unchunked", "simple")  # modes in which nothing need run beside the GPU
 
 
@@ -76,7 +77,7 @@ class Pipeline:
         self.streams.begin()
         try:
             swapped = self._swap(plan)
-            batches = [rows_of(batch, self.cache) for batch in plan.batches if len(batch)]
+            batches = [rows_of(b, self.cache, TABLE_STEP if self.graphs else 1) for b in plan.batches if len(b)]
             requests = [r for rows in batches for r in rows.samples]
             decodes_only = not swapped and not any(rows.prefills.works for rows in batches)
             if self.graphs and batches and decodes_only and not self.timeline.enabled:
@@ -90,7 +91,10 @@ class Pipeline:
 
     def forward(self, batches: Sequence[Rows], swapped: Sequence[Any] = ()) -> Tensor:
         """All layers, of two sub-batches in turn, and the head: float32 logits [requests that sample, vocabulary]."""
-        last = alternate([self._layers(rows, i, swapped) for i, rows in enumerate(batches)])
+        early = (
+            bool(batches) and not batches[0].cpu_decodes.works
+        )  # batch-1's CPU work begins before anything of batch-0
+        last = alternate([self._layers(rows, i, swapped) for i, rows in enumerate(batches)], backwards=early)
         with self.streams.stage("gpu", "head"):  # for all at once: its weights are a fifteenth of an 8B model's
             return self.model.head(torch.cat(last)) if last else torch.empty(0)
 
@@ -100,13 +104,14 @@ class Pipeline:
         model, stage = self.model, self.streams.stage
         with stage("gpu", "embed", batch=batch):
             x, rope = model.embed(rows.tokens), model.rope(rows.positions)
+            to_gpu, to_cpu = rows.to_gpu.places.long(), rows.to_cpu.places.long()
         for layer in range(model.config.num_layers):
             if swapped:
                 self.streams.wait(swapped[layer])
             with stage("gpu", "pre", layer=layer, batch=batch):
                 q, k, v = model.pre_attention(layer, x, rope)
             pending = self.start_cpu(rows.cpu_decodes, batch, layer, q, k, v)
-            self._store(layer, rows, k, v)
+            self._store(layer, rows, k, v, to_gpu, to_cpu)
             attn = self._gpu_attention(rows, batch, layer, q, k, v)
             yield
             if pending is not None:
@@ -137,14 +142,13 @@ class Pipeline:
                     outputs.append(backend(q[new], k[new], v[new], pool.k[layer], pool.v[layer], part.view))
         return outputs
 
-    def _store(self, layer: int, rows: Rows, k: Tensor, v: Tensor) -> None:
+    def _store(self, layer: int, rows: Rows, k: Tensor, v: Tensor, to_gpu: Tensor, to_cpu: Tensor) -> None:
         """New keys and values to the pool where each request lives; to the CPU's beside the compute stream."""
-        to_gpu, to_cpu = rows.to_gpu, rows.to_cpu
-        if len(to_gpu.places):
+        if len(to_gpu):
             with self.streams.stage("gpu", "store", layer=layer):
-                self.cache.pools["gpu"].put(layer, k[to_gpu.rows], v[to_gpu.rows], to_gpu.places)
-        if len(to_cpu.places):
-            leave = partial(self.cache.pools["cpu"].put, layer, k[to_cpu.rows], v[to_cpu.rows], to_cpu.places)
+                self.cache.pools["gpu"].put(layer, k[rows.to_gpu.rows], v[rows.to_gpu.rows], to_gpu)
+        if len(to_cpu):
+            leave = partial(self.cache.pools["cpu"].put, layer, k[rows.to_cpu.rows], v[rows.to_cpu.rows], to_cpu)
             self.streams.aside("d2h", "store", leave, reads=(k, v), layer=layer)
 
     def _swap(self, plan: IterationPlan) -> list[Any]:
@@ -181,14 +185,16 @@ class Pipeline:
         return update_wrapper(backend, attention.cpu_kernel_decode), kernel
 
 
-def alternate(batches: Sequence[Generator[None, None, Tensor]]) -> list[Tensor]:
-    """Runs generators in turn, each to its next stop, until all have returned; their results in order."""
+def alternate(batches: Sequence[Generator[None, None, Tensor]], backwards: bool = False) -> list[Tensor]:
+    """Runs generators in turn, each to its next stop, until all have returned; their results in order. `backwards`: in the
+    first turn the last one goes first."""
     results: dict[int, Tensor] = {}
     while len(results) < len(batches):
-        for i, batch in enumerate(batches):
+        for i in range(len(batches))[:: -1 if backwards else 1]:
             if i not in results:
                 try:
-                    next(batch)
+                    next(batches[i])
                 except StopIteration as end:
                     results[i] = end.value
+        backwards = False
     return [results[i] for i in range(len(batches))]

@@ -1,11 +1,13 @@
 """The tensors of one sub-batch: what every layer needs to know of its rows, made once an iteration.
 
 Rows come in the order of the parts: prefills (those whose KV leaves for the CPU first), GPU decodes, CPU decodes. The
-plan's lists become int32 arrays, which go to the device in one copy. Called by the pipeline.
+plan's lists become int32 arrays side by side in one buffer, which goes to the device in one copy. Called by the pipeline.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Rows whose new keys and values go to one pool, and where: int64 `places` as in `KVPool.places`."""
+    """Rows whose new keys and values go to one pool, and where: int32 `places` as in `KVPool.places`."""
 
     rows: slice
     places: Tensor
@@ -50,9 +52,11 @@ class Stored:
 class Rows:
     """One sub-batch. New KV of leaving prefills goes `to_cpu`, beside the compute stream; of CPU decodes, with their q."""
 
-    tokens: Tensor  # int32 [tokens]
-    positions: Tensor  # int32 [tokens]
-    last: Tensor  # int32 [requests that sample]: the row of each
+    numbers: Tensor  # int32: all that is on the device, side by side
+    shapes: list[tuple[int, ...]]
+    tokens: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    last: Tensor  # [requests that sample]: the row of each
     samples: list[Request]
     prefills: Part
     gpu_decodes: Part
@@ -60,71 +64,96 @@ class Rows:
     to_cpu: Stored
     to_gpu: Stored
 
+    def copy(self) -> Rows:
+        """The same in tensors of their own, for a CUDA graph, which wants them to stay where they are."""
+        kinds, on_host = (self.prefills.works, self.gpu_decodes.works, self.cpu_decodes.works), self.cpu_decodes.view
+        lens, table = on_host.seq_lens.clone(), on_host.block_table.clone()
+        return _rows(self.numbers.clone(), self.shapes, self.samples, kinds, lens, table)
 
-def rows_of(batch: SubBatch, cache: KVCache) -> Rows:
-    """The tensors of a sub-batch, on the model's device; those of its CPU decodes' view on the host."""
-    pool, leaving = cache.pools["gpu"], [w for w in batch.prefills if w.request.device == "cpu"]
+    def fill(self, new: Rows) -> None:
+        """Takes over another iteration's numbers; sizes and widths are the same."""
+        self.numbers.copy_(new.numbers)
+        self.cpu_decodes.view.seq_lens.copy_(new.cpu_decodes.view.seq_lens)
+        self.cpu_decodes.view.block_table.copy_(new.cpu_decodes.view.block_table)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What must not change for a CUDA graph of decodes alone: how many, and how wide their block tables are."""
+        tables = (self.gpu_decodes.view.block_table, self.cpu_decodes.view.block_table)
+        return tuple(n for table in tables for n in table.shape)
+
+
+def rows_of(batch: SubBatch, cache: KVCache, step: int = 1) -> Rows:
+    """The tensors of a sub-batch, on the model's device; those of its CPU decodes' view on the host. Block tables are as
+    wide as a multiple of `step`."""
+    leaving = [w for w in batch.prefills if w.request.device == "cpu"]
     prefills = (*leaving, *(w for w in batch.prefills if w.request.device == "gpu"))
-    works = (*prefills, *batch.gpu_decodes, *batch.cpu_decodes)
-    tokens, positions, slots = _columns(works, pool.block_size)
-    first, end = sum(w.length for w in leaving), len(tokens) - len(batch.cpu_decodes)
-    middle = end - len(batch.gpu_decodes)
-    ends = np.cumsum([w.length for w in works], dtype=np.int32)
-    last = ends[[w.samples for w in works]] - 1
-    on_host = _lens_and_table(batch.cpu_decodes)
-    tokens_, positions_, last_, places, *views = to_device(
-        [
-            tokens,
-            positions,
-            last,
-            pool.places(slots[:end]),
-            *_lens_and_table(prefills),
-            *_lens_and_table(batch.gpu_decodes),
-        ],
-        cache.device,
+    kinds, pool = (prefills, batch.gpu_decodes, batch.cpu_decodes), cache.pools["gpu"]
+    works = [w for kind in kinds for w in kind]
+    lengths = np.array([w.length for w in works], np.int32)
+    ends = lengths.cumsum(dtype=np.int32)
+    starts = np.array([w.start for w in works], np.int32)
+    positions = (starts - ends + lengths).repeat(lengths) + np.arange(lengths.sum(), dtype=np.int32)
+    tokens = np.array([w.request.token(p) for w in works for p in range(w.start, w.seq_len)], np.int32)
+    table = _table(works, step)
+    blocks = table[np.arange(len(works)).repeat(lengths), positions // pool.block_size]
+    slots = blocks * pool.block_size + positions % pool.block_size  # slot_mapping
+    places, first = pool.places(slots[: len(slots) - len(batch.cpu_decodes)]), sum(w.length for w in leaving)
+    a, b = len(prefills), len(prefills) + len(batch.gpu_decodes)
+    lens, last = starts + lengths, (ends - 1)[[w.samples for w in works]]
+    arrays = [tokens, positions, last, places[:first], places[first:], lens[:a], table[:a], lens[a:b], table[a:b]]
+    numbers, shapes = to_device(arrays, cache.device), [a.shape for a in arrays]
+    samples, on_host = [w.request for w in works if w.samples], [torch.from_numpy(x[b:].copy()) for x in (lens, table)]
+    return _rows(numbers, shapes, samples, kinds, *on_host)
+
+
+def _rows(
+    numbers: Tensor, shapes: list[tuple[int, ...]], samples: list[Request], kinds: Sequence[tuple[Work, ...]], lens: Tensor,
+    table: Tensor,
+) -> Rows:  # fmt: skip
+    """`shapes` in the order of `rows_of`; `lens`, `table`: of the CPU decodes."""
+    tokens, positions, last, leaving, staying, *views = cut(numbers, shapes)
+    ends = np.cumsum([0, *(sum(w.length for w in kind) for kind in kinds)]).tolist()
+    prefills, on_gpu, on_cpu = (
+        Part(kind, slice(*rows), _view(kind, *view))
+        for kind, rows, view in zip(kinds, zip(ends, ends[1:]), (views[:2], views[2:], (lens, table)), strict=True)
     )
-    places = places.long()
-    return Rows(
-        tokens_, positions_, last_, [w.request for w in works if w.samples],
-        Part(prefills, slice(0, middle), _view(prefills, *views[:2])),
-        Part(batch.gpu_decodes, slice(middle, end), _view(batch.gpu_decodes, *views[2:])),
-        Part(batch.cpu_decodes, slice(end, len(tokens)), _view(batch.cpu_decodes, *map(torch.from_numpy, on_host))),
-        Stored(slice(0, first), places[:first]),
-        Stored(slice(first, end), places[first:]),
-    )  # fmt: skip
-
-
-def _columns(works: Sequence[Work], size: int) -> np.ndarray:
-    """int32 [3, tokens]: each row's token, its position, its slot (slot_mapping: block * size + place in the block)."""
-    columns: tuple[list[int], ...] = ([], [], [])
-    for work in works:
-        token, table = work.request.token, work.request.block_table
-        for p in range(work.start, work.seq_len):
-            for column, number in zip(columns, (token(p), p, table[p // size] * size + p % size)):
-                column.append(number)
-    return np.array(columns, np.int32)
+    middle = len(leaving)
+    to_cpu, to_gpu = Stored(slice(0, middle), leaving), Stored(slice(middle, middle + len(staying)), staying)
+    return Rows(numbers, shapes, tokens, positions, last, samples, prefills, on_gpu, on_cpu, to_cpu, to_gpu)
 
 
 def view_of(works: tuple[Work, ...], device: torch.device) -> View:
-    return _view(works, *to_device(_lens_and_table(works), device))
+    arrays = np.array([w.seq_len for w in works], np.int32), _table(works)
+    return _view(works, *cut(to_device(arrays, device), [a.shape for a in arrays]))
 
 
-def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """int32 arrays as tensors on a device, in one copy. Each starts at 16 bytes, for which Triton compiles its kernels."""
-    starts = np.cumsum([0, *(-(-a.size // 4) * 4 for a in arrays)])
-    flat = np.zeros(starts[-1], np.int32)
-    for array, start in zip(arrays, starts):
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """int32 arrays, side by side in one tensor on a device, by one copy."""
+    flat = np.zeros(sum(_room(a.shape) for a in arrays), np.int32)
+    start = 0
+    for array in arrays:
         flat[start : start + array.size] = array.ravel()
-    whole = torch.from_numpy(flat).to(device)
-    return [whole[s : s + a.size].view(a.shape) for a, s in zip(arrays, starts)]
+        start += _room(array.shape)
+    return torch.from_numpy(flat).to(device)
 
 
-def _lens_and_table(works: Sequence[Work]) -> list[np.ndarray]:
-    """int32 seq_lens [works] and block_table [works, width], unused entries 0."""
+def cut(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """The arrays in it, in their order."""
+    starts = itertools.accumulate(map(_room, shapes), initial=0)
+    return [numbers[start : start + math.prod(shape)].view(shape) for start, shape in zip(starts, shapes)]
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    """Numbers that an array takes: each starts at a multiple of 16 bytes, for which Triton compiles its kernels."""
+    return -(-math.prod(shape) // 4) * 4
+
+
+def _table(works: Sequence[Work], step: int = 1) -> np.ndarray:
+    """int32 block_table [works, width], unused entries 0."""
     tables = [w.request.block_table for w in works]
-    width = max(map(len, tables), default=0)
-    table = np.array([t + [0] * (width - len(t)) for t in tables], np.int32).reshape(len(works), width)
-    return [np.array([w.seq_len for w in works], np.int32), table]
+    width = -(-max(map(len, tables), default=0) // step) * step
+    return np.array([t + [0] * (width - len(t)) for t in tables], np.int32).reshape(len(works), width)
 
 
 def _view(works: tuple[Work, ...], seq_lens: Tensor, table: Tensor) -> View:
