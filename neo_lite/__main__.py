@@ -125,7 +125,7 @@ def run_profile(args: argparse.Namespace) -> int:
     machine.check_writable("--out", args.out)
     model = load_model(args.model, args.device, args.dtype)
     start_s = time.perf_counter()
-    profile = profiler.measure(Pipeline(model, config, Timeline(enabled=False)))
+    profile = profiler.measure(Pipeline(model, config, Timeline(enabled=False)), thorough=True)
     profile.save(Path(args.out))
     errors = profile.stamp["held_out"]
     print(f"{args.out}: {profile.model} in {profile.dtype} on {profile.source}, {profile.threads} threads")

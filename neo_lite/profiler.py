@@ -29,19 +29,19 @@ KV_TOKENS = (64, 256, 1024, 4096, 16384, 65536, 131072)
 REQUESTS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 ROUNDS = 5
 POINT_S = 0.4  # a point that has taken longer, its warm-up not counted, is not run again
-LAYERS = 4 if not torch.cuda.is_available() else 16
+LEAST_LAYERS, MOST_LAYERS, ENOUGH_S = 4, 16, 0.02  # a few slow layers, or so many that no cache holds them all
 SEQ_LEN = 1024  # of the decodes that are timed
 SHORT_LEN = 64  # of those that show what a request costs besides its KV
 Points = list[tuple[float, float]]
 
 
 @torch.inference_mode()
-def measure(pipeline: Pipeline) -> Profile:
-    """The profile of a pipeline's model, devices and thread count."""
+def measure(pipeline: Pipeline, thorough: bool = False) -> Profile:
+    """The profile of a pipeline's model, devices and thread count; in seconds or, with all points, in a minute or two."""
     timeline, recording = pipeline.timeline, pipeline.timeline.enabled
     timeline.enabled = False  # what is timed here belongs to no request
     try:
-        return _profile(pipeline)
+        return _profile(pipeline, thorough)
     finally:
         pipeline.streams.finish()
         timeline.enabled = recording
@@ -60,28 +60,29 @@ def measure_all_reduce(pipeline: Pipeline) -> Curve:
     return Curve(_rising(_points([n for n in TOKENS if n <= pipeline.config.max_batched_tokens], work_of)))
 
 
-def _profile(pipeline: Pipeline) -> Profile:
-    config, model = pipeline.config, pipeline.model
-    widths = _between(TOKENS, config.max_batched_tokens)
-    prompts = _between(TOKENS, min(config.max_batched_tokens, model.config.max_position))
-    each = _cpu_request_tokens(pipeline)
+def _profile(pipeline: Pipeline, thorough: bool) -> Profile:
+    config, model, each = pipeline.config, pipeline.model, _cpu_request_tokens(pipeline)
+
+    def points(widths: list[int], work_of: Callable[[Pipeline, int], Callable[[], float]]) -> Points:
+        kept = widths if thorough else sorted({*widths[::4], widths[-1]})
+        return _points(kept, lambda n: work_of(pipeline, n), ROUNDS if thorough else 2)
+
+    # A length that a vector or a tile divides is faster than its neighbours, and few prompts have one.
+    most = max(1, min(config.max_batched_tokens, model.config.max_position) - 1)
     measured = {
-        "linear": _points(widths, lambda n: _linear(pipeline, n)),
-        "prefill_attn": _points(prompts, lambda n: _prefill(pipeline, n)),
-        "gpu_attn": _points(_kv_points(pipeline, "gpu"), lambda n: _gpu_decode(pipeline, n)),
-        "cpu_attn": [
-            (n + -(-n // SEQ_LEN) * each, seconds)
-            for n, seconds in _points(_kv_points(pipeline, "cpu"), lambda n: _cpu_decode(pipeline, n))
-        ],
-        "head": _points(_between(REQUESTS, config.max_seqs), lambda n: _head(pipeline, n)),
-        "transfer": _points(_between(KV_TOKENS, _swappable(pipeline)), lambda n: _swap(pipeline, n)),
+        "linear": points(_between(TOKENS, config.max_batched_tokens), _linear),
+        "prefill_attn": points(_between([n - 1 for n in TOKENS[1:]], most), _prefill),
+        "gpu_attn": points(_kv_points(pipeline, "gpu"), _gpu_decode),
+        "cpu_attn": [(n + -(-n // SEQ_LEN) * each, s) for n, s in points(_kv_points(pipeline, "cpu"), _cpu_decode)],
+        "head": points(_between(REQUESTS, config.max_seqs), _head),
+        "transfer": points(_between(KV_TOKENS, _swappable(pipeline)), _swap),
     }
     kv_bytes = model.whole.kv_bytes_per_token(str(model.dtype)[6:])
     measured["transfer"] = [(n * kv_bytes, seconds) for n, seconds in measured["transfer"]]
     fields: dict[str, Any] = {name: Curve(_rising(points)) for name, points in measured.items()}
     fields |= dict(num_layers=model.config.num_layers, model=model.whole.name, dtype=str(model.dtype)[6:])
     fields |= dict(threads=config.cpu_threads or machine.usable_cores(), cpu_request_tokens=each)
-    profile = Profile(**fields, stamp={**machine.stamp(), "held_out": held_out(measured)})
+    profile = Profile(**fields, stamp={**machine.stamp(), **({"held_out": held_out(measured)} if thorough else {})})
     return replace(profile, overhead_s=_overhead_s(pipeline, profile))
 
 
@@ -102,14 +103,14 @@ def _between(knots: Sequence[int], most: int) -> list[int]:
     return [n for pair in zip(kept, halfway) for n in pair] + [most]
 
 
-def _points(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]]) -> Points:
+def _points(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]], rounds: int = 2) -> Points:
     """Seconds at each width: the widths take turns, so that a slow moment of the machine meets all of them."""
     works = [work_of(n) for n in widths]
     times_s: list[list[float]] = [[] for _ in widths]
     spent_s = [0.0] * len(widths)
     for work in works:
         work()  # compiles kernels, warms libraries up
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for i, work in enumerate(works):
             if spent_s[i] < POINT_S:
                 start_s = time.perf_counter()
@@ -134,15 +135,17 @@ def _kv_points(pipeline: Pipeline, device: Device) -> list[int]:
 
 
 def _timed(pipeline: Pipeline, work: Callable[[int], object]) -> float:
-    """Seconds of `work(layer)`, over a few layers in turn."""
-    layers = min(pipeline.model.config.num_layers, LAYERS)
+    """Seconds of `work(layer)`, over the layers in turn until there have been enough."""
+    most = min(pipeline.model.config.num_layers, MOST_LAYERS)
     wait = torch.cuda.synchronize if pipeline.model.device.type == "cuda" else lambda: None
     wait()
     start_s = time.perf_counter()
-    for layer in range(layers):
+    for layer in range(most):
         work(layer)
+        if layer + 1 >= LEAST_LAYERS and time.perf_counter() - start_s > ENOUGH_S:
+            break
     wait()
-    shard, seconds = pipeline.model.shard, (time.perf_counter() - start_s) / layers
+    shard, seconds = pipeline.model.shard, (time.perf_counter() - start_s) / (layer + 1)
     return shard.slowest(seconds) if shard else seconds
 
 
