@@ -112,7 +112,7 @@ print(f"equal at {part.gpu_flops_per_s / part.gpu_bytes_per_s:.0f} tokens")
 
 # %% [markdown]
 # That corner is the *ridge*. To its left another token is almost free; to its right each token costs the same. The
-# whole of NEO lives from this: a GPU whose batch is stuck far left of the ridge, for want of KV memory, does most of
+# whole of NEO lives on this: a GPU whose batch is stuck far left of the ridge, for want of KV memory, does most of
 # its reading for nothing.
 #
 # The textbook's roofline takes the longer of the two times, as if they overlapped perfectly. A real GPU cannot hide

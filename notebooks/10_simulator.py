@@ -48,6 +48,7 @@ machine.print_env(machine.env_report())
 # What this notebook uses of the package, and of others.
 
 # %%
+import csv
 import json
 import re
 from dataclasses import replace
@@ -127,10 +128,10 @@ print(f"equal to the last digit; {len(theirs.iterations)} iterations, {theirs.sp
 BATCH = {"gpu-only": 2048, "gpu-only-unchunked": 20_480, "neo": 20_480}  # tokens in an iteration, as the paper's
 
 
-def serve(mode, output=200, costs=costs, count=150, gpu_kv=26_400, batch=None, rate=inf):
+def serve(mode, output=200, costs=costs, count=150, gpu_kv=26_400, batch=None, rate=inf, keep_plans=False):
     config = EngineConfig(mode=mode, gpu_kv_tokens=gpu_kv, cpu_kv_tokens=983_040, max_seqs=1024,
                           max_batched_tokens=batch or BATCH[mode])  # fmt: skip
-    return simulate(llama, costs, config, workload.synthetic(count, 1000, output, rate))
+    return simulate(llama, costs, config, workload.synthetic(count, 1000, output, rate), keep_plans)
 
 
 def speed(result):
@@ -150,8 +151,8 @@ for mode in ("gpu-only", "neo"):
     print(f"{len(run.iterations) / took_s:,.0f} iterations a second;", run.kinds)
 
 # %% [markdown]
-# Half of the iterations at twice the length: NEO's batches are larger. Every iteration remembers what it was, so a run
-# can be looked at as a whole:
+# Less than half as many iterations, each longer: NEO's batches are larger. Every iteration remembers what it was, so a
+# run can be looked at as a whole:
 
 
 # %%
@@ -180,8 +181,8 @@ fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "10_runs", "simulated", f"{SLICE}, 14 threads; 150 requests of 1,000 + 200 tokens")
 
 # %% [markdown]
-# GPU-only is full with two dozen requests. NEO has those too; and each prompt, as it passes through the GPU for half a
-# tenth of a second, is time in which the CPU can serve the requests on its side. Their number climbs for as long as
+# GPU-only is full with two dozen requests. NEO has those too; and each prompt, as it passes through the GPU for a third
+# of a second, is time in which the CPU can serve the requests on its side. Their number climbs for as long as
 # there are prompts to hide behind. After that only as many run as hide behind decodes.
 
 # %% [markdown]
@@ -281,9 +282,32 @@ _ = plots.save_figure(fig, "10_here", "measured + simulated")
 # %% [markdown]
 # ## 3. Held against recorded runs
 #
-# The machine that matters has a GPU. These are whole runs of `python -m neo_lite bench` on 8 multiprocessors of an
-# H200, as many as there are in `data/recorded/`. Each states its command, so the simulator can be given the same
-# policy, pools and requests, and that machine's profile.
+# The machine that matters has a GPU. These are whole runs of `python -m neo_lite bench --json` on 8 multiprocessors of an
+# H200, as many as there are in `data/recorded/`: a line for each mode. A line states its command, so the simulator can
+# be given the same policy, pools and requests, and that machine's profile.
+
+
+# %%
+def lines_of(path):
+    text = path.read_text()
+    try:
+        value = json.loads(text)
+    except ValueError:  # more than one line
+        value = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return value if isinstance(value, list) else [value]
+
+
+def on_the_slice(run):
+    card = run["stamp"]["gpu"] or {"partition_sms": None}
+    alone = run.get("tensor_parallel", 1) == 1 and "rate_per_s" not in run
+    return alone and card["partition_sms"] == 8 and run["model"] == "random:llama-3.1-8b"
+
+
+found = [run for path in sorted((DATA / "recorded").glob("bench_*.json")) for run in lines_of(path)]
+print(f"{len(found)} recorded runs, {sum(map(on_the_slice, found))} of them of this slice")
+
+# %% [markdown]
+# What each was asked to do, done by the simulator:
 
 
 # %%
@@ -292,28 +316,22 @@ def replay(run):
     cpu_kv = int(run["cpu_kv_gib"] * 2**30 / llama.kv_bytes_per_token("float16"))
     config = EngineConfig(mode=run["mode"], gpu_kv_tokens=run["gpu_kv_tokens"], cpu_kv_tokens=cpu_kv, max_seqs=512,
                           max_batched_tokens=int(option["max-batched-tokens"]))  # fmt: skip
-    return simulate(llama, HOSTS[int(option["cpu-threads"])], config,
-                    workload.parse(run["workload"], run["requests"], seed=run["seed"]))  # fmt: skip
-
-
-def fits(run):
-    on_slice = run["stamp"]["gpu"] and run["stamp"]["gpu"]["partition_sms"] == 8
-    return on_slice and run["model"] == "random:llama-3.1-8b" and run.get("tensor_parallel", 1) == 1
+    own = DATA.parent / option.get("profile", "")
+    costs = Profile.load(own) if own.is_file() else HOSTS[int(option["cpu-threads"])]
+    return simulate(llama, costs, config, workload.parse(run["workload"], run["requests"], seed=run["seed"]))
 
 
 # %% [markdown]
 # Predicted over recorded; 1.00 is perfect.
 
 # %%
-found = [json.loads(path.read_text()) for path in sorted((DATA / "recorded").glob("bench_*.json"))]
 checked = []
-for run in filter(fits, found):
+for run in filter(on_the_slice, found):
     told = metrics.summary(replay(run).requests)
     ratios = [told[name] / run[name] for name in ("requests_per_s", "per_token_latency_s")]
-    name = f"{run['mode']}, {run['workload'][10:]}, {run['requests']} requests"
+    name = f"{run['mode']}, {run['requests']} x {run['workload']}"
     checked.append((name, ratios))
-    print(f"{name:34} recorded {run['requests_per_s']:.2f}/s; throughput {ratios[0]:.2f}, latency {ratios[1]:.2f}")
-print(f"{len(checked)} recorded runs of this slice")
+    print(f"{name:44} recorded {run['requests_per_s']:.2f}/s; throughput {ratios[0]:.2f}, latency {ratios[1]:.2f}")
 
 # %% [markdown]
 # As a picture, if there are any: the shaded band is what the project asks of its simulator, 10 % for throughput and
@@ -321,12 +339,13 @@ print(f"{len(checked)} recorded runs of this slice")
 
 # %%
 if checked:
-    fig, axes = plt.subplots(1, 2, figsize=(9.6, 0.9 + 0.3 * len(checked)), sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(9.6, 1.4 + 0.3 * len(checked)), sharey=True)
     for ax, index, band, title in zip(axes, (0, 1), (0.10, 0.15), ("throughput", "per-token latency")):
         ax.axvspan(1 - band, 1 + band, color=GREY, alpha=0.12, lw=0)
         ax.plot([ratios[index] for _, ratios in checked], [name for name, _ in checked], "o", color=GPU)
         ax.set_xlabel(f"{title}, simulated / recorded")
-        ax.set_xlim(0.7, 1.3)
+        ax.set_xlim(min(0.7, *ax.get_xlim()), max(1.3, *ax.get_xlim()))
+        ax.margins(y=0.2)
     axes[0].invert_yaxis()
     fig.tight_layout(rect=(0, 0.08, 1, 1))
     _ = plots.save_figure(fig, "10_recorded", "recorded + simulated", SLICE)
@@ -353,11 +372,10 @@ for n, ratios in gain.items():
 # plot; they are other machines, so compare shapes, not heights.
 
 # %%
-PAPER = {  # output tokens: relative throughput, digitised from figure 10a
-    "g5.4xlarge": {50: 1.03, 100: 1.133, 200: 1.076, 300: 1.038, 400: 1.011},
-    "g5.8xlarge": {50: 1.03, 100: 1.297, 200: 1.223, 300: 1.155, 400: 1.098},
-    "g5.16xlarge": {50: 1.04, 100: 1.306, 200: 1.736, 300: 1.793, 400: 1.468},
-}
+with (DATA / "paper/points.csv").open() as file:
+    rows = [r for r in csv.DictReader(file) if (r["figure"], r["method"]) == ("10a", "digitised")]
+PAPER = {name: [(float(r["x"]), float(r["y"])) for r in rows if r["curve"] == name] for name in
+         ("g5.4xlarge", "g5.8xlarge", "g5.16xlarge")}  # fmt: skip
 
 # %% [markdown]
 # Ours on the left, the paper's on the right, with one scale:
@@ -368,7 +386,7 @@ shades = ("#f0c48f", "#d9822b", "#8a4b10")
 for (n, ratios), color in zip(gain.items(), shades):
     left.plot(OUTPUTS, ratios, "o-", color=color, label=f"{n} host threads")
 for (name, points), color in zip(PAPER.items(), shades):
-    right.plot(points.keys(), points.values(), "s--", color=color, label=name)
+    right.plot(*zip(*points), "s--", color=color, label=name)
 for ax, title in ((left, "simulated: 8 SMs of an H200, 150 requests"), (right, "paper: A10G, 2,000 requests")):
     ax.axhline(1, color=GREY, lw=1)
     ax.set_title(title, size=9)
@@ -380,9 +398,8 @@ _ = plots.save_figure(fig, "10_output_length", "simulated + paper")
 
 # %% [markdown]
 # **What it says.** Longer answers mean more decodes for each prompt, so more for NEO to batch; but also more CPU
-# attention for each prompt to hide behind. Where the CPU cannot keep up any more, the curve turns down, the sooner the
-# slower the host. With 4 threads it ends below 1: the scheduler weighs one iteration at a time, and a request that it
-# has sent to the CPU stays a burden for all the iterations to come.
+# attention for each prompt to hide behind. Where the CPU cannot keep up any more, the curve bends, the sooner the slower
+# the host. A slow one ends near 1, or below it: why, you will see in a moment.
 #
 # One warning about such numbers. A run has a beginning and an end, where batches are small, and a short run is mostly
 # beginning and end:
@@ -439,14 +456,18 @@ print(f"14 threads read {BASE_GB_S:.0f} GB/s; rebuilt {rebuilt:.3f} requests/s, 
 assert abs(rebuilt / known - 1) < 0.05
 
 # %% [markdown]
-# And then hosts from a laptop's to a large server's:
+# And then hosts from a laptop's to a large server's. The plans are kept as well, and those counted that are `forced`: a
+# request on the CPU was passed over so often, since it would not hide, that it had to run all the same.
 
 # %%
 HOST_GB_S = (12.5, 25, 50, 100, 200)
-alone[300] = speed(serve("gpu-only", 300))
-by_host = {o: [speed(serve("neo", o, costs=with_host(b))) / alone[o] for b in HOST_GB_S] for o in (100, 300)}
+alone[300], by_host = speed(serve("gpu-only", 300)), {100: [], 300: []}
 for output, ratios in by_host.items():
-    print(f"{output} tokens: " + ", ".join(f"{r:.2f} at {b:g} GB/s" for b, r in zip(HOST_GB_S, ratios)))
+    for gb_s in HOST_GB_S:
+        result = serve("neo", output, costs=with_host(gb_s), keep_plans=True)
+        ratios.append(speed(result) / alone[output])
+        forced = sum(bool(plan.forced) for plan in result.plans) / len(result.plans)
+        print(f"1,000 + {output} tokens, {gb_s:5.1f} GB/s: {ratios[-1]:.2f} x, {forced:3.0%} of the plans forced")
 
 # %% [markdown]
 # The dotted lines are the hosts that were measured.
@@ -468,7 +489,10 @@ _ = plots.save_figure(fig, "10_cpu_bandwidth", "simulated", f"{SLICE}, 150 reque
 
 # %% [markdown]
 # **What it says.** Bandwidth, not cores, is what the host contributes. For short answers a little is enough and more
-# is wasted; for long ones each doubling counts. And a host that is too slow costs you: there GPU-only is faster.
+# is wasted; for long ones each doubling counts. And a host that is too slow can cost you. The scheduler weighs one
+# iteration at a time, and in that one a prompt with its KV sent to the CPU looks well; but the request has to be served
+# there to its last token. If it does not hide behind anything, it is forced, and each forced iteration reads all weights
+# twice for its sake.
 #
 # ### GPU memory
 #
@@ -592,8 +616,8 @@ for rate in (1.0, 1.5, 2.0):
 #
 # ### When answers are short, memory is plenty, or the host is slow
 #
-# You have seen these three in section 4: a few output tokens, a pool that holds everybody, a host of less than some
-# 40 GB/s beside a GPU that reads 750. Before any simulator, four numbers tell you where you stand. The first: what
+# You have seen these three in section 4: a few output tokens, a pool that holds everybody, a host of a few dozen GB/s
+# beside a GPU that reads 750. Before any simulator, four numbers tell you where you stand. The first: what
 # part of its arithmetic does the GPU use alone, at the batch that its memory allows?
 
 # %%
@@ -867,7 +891,7 @@ def host_solved():
 # | | paper | ours | source |
 # |---|---|---|---|
 # | gain over output length | figures 9, 10a: a peak, then back towards 1 | same shape, lower | simulated: `10_output_length` |
-# | CPU capacity | figure 10a: memory bandwidth decides | the same; a loss below some 40 GB/s | `10_cpu_bandwidth` |
+# | CPU capacity | figure 10a: memory bandwidth decides | the same; too slow a host is a loss | `10_cpu_bandwidth` |
 # | very short outputs | slightly under 1 | within a percent of 1 | simulated |
 # | GPU memory | with enough of it, GPU-only | equal from 100,000 tokens on | simulated: `10_gpu_memory` |
 # | chunked prefill | may be combined | compared; not combined, and why | simulated: `10_chunked_prefill` |
