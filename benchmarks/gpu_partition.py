@@ -3,7 +3,8 @@ simple offloading beside swapping the KV in at every step.
 
     python benchmarks/gpu_partition.py --num-sms 8 --threads 14 --out data/recorded
 
-Writes h200_8sm_batch_size.json and h200_8sm_simple_offloading.json (the name follows the card and its partition).
+Writes h200_8sm_batch_size.json, h200_8sm_decode_attention.json and h200_8sm_simple_offloading.json (the names follow the
+card and its partition).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from neo_lite.model import Llama
 from neo_lite.request import Move, Request, SamplingParams
 from neo_lite.timeline import Timeline
 from neo_lite.workload import random_prompt, synthetic
+
+SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
 
 
 def timed_s(work: Callable[[], Any], repeats: int = 5) -> float:
@@ -79,7 +82,7 @@ def batch_sizes(model: Llama, context: int, sizes: list[int]) -> list[dict[str, 
     return rows
 
 
-def decode_gb_per_s(model: Llama, batch: int, context: int, layers: int = 16) -> dict[str, float]:
+def decode_attention(model: Llama, batch: int, context: int, layers: int = 16) -> dict[str, Any]:
     """The Triton kernel alone, cycling through layers so that no KV comes from the cache; the GB/s it reads."""
     c, blocks = model.config, -(-context // 16)
     k, v = (
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=14)
     parser.add_argument("--context", type=int, default=1008)
     parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--only", default="", help="batch_size, decode_attention or simple_offloading: this one alone")
     parser.add_argument("--out", type=Path, default=Path("data/recorded"))
     args = parser.parse_args()
     partition(args.num_sms)
@@ -204,21 +208,20 @@ def main() -> None:
     }
     name = torch.cuda.get_device_name().split()[-1].lower() + (f"_{args.num_sms}sm" if args.num_sms else "")
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = batch_sizes(model, args.context, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256])
-    what = "one decode iteration against batch size: linear stages, attention and head, each measured alone"
-    decode = decode_gb_per_s(model, 20, 1200)
-    print("paged decode attention:", decode, flush=True)
-    write(
-        args.out / f"{name}_batch_size.json",
-        {"what": what, **common, "context_tokens": args.context, "rows": rows, "decode_attention": decode},
-    )
-    what = (
-        "one decode iteration of simple offloading; per layer, CPU attention against swapping the KV in at every step"
-    )
-    write(
-        args.out / f"{name}_simple_offloading.json",
-        {"what": what, **common, **simple_offloading(model, args.requests, args.context, args.threads)},
-    )
+    parts: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+        "batch_size": (
+            "one decode iteration against batch size: linear stages, attention and head, each measured alone",
+            lambda: {"context_tokens": args.context, "rows": batch_sizes(model, args.context, SIZES)},
+        ),
+        "decode_attention": ("paged decode attention on the GPU alone, all layers in turn", lambda: decode_attention(model, 20, 1200)),
+        "simple_offloading": (
+            "one decode iteration of simple offloading; per layer, CPU attention against swapping the KV in at every step",
+            lambda: simple_offloading(model, args.requests, args.context, args.threads),
+        ),
+    }  # fmt: skip
+    for part, (what, measure) in parts.items():
+        if args.only in ("", part):
+            write(args.out / f"{name}_{part}.json", {"what": what, **common, **measure()})
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
