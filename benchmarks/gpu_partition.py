@@ -213,7 +213,9 @@ def main() -> None:
             "one decode iteration against batch size: linear stages, attention and head, each measured alone",
             lambda: {"context_tokens": args.context, "rows": batch_sizes(model, args.context, SIZES)},
         ),
-        "decode_attention": ("paged decode attention on the GPU alone, all layers in turn", lambda: decode_attention(model, 20, 1200)),
+        "decode_attention": (
+            "paged decode attention on the GPU alone, layers in turn", lambda: decode_attention(model, 20, 1200)
+        ),
         "simple_offloading": (
             "one decode iteration of simple offloading; per layer, CPU attention against swapping the KV in at every step",
             lambda: simple_offloading(model, args.requests, args.context, args.threads),
