@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, command: Callable[..., int]) -> int:
         return command(args)
     if args.executor == "ray":
         return on_ray(args)
-    identity = {"neo_lite": code_version(), "torch": torch.__version__}
+    identity = {"neo_lite": code_version().removesuffix("-dirty"), "torch": torch.__version__}
     identity |= {name: value for name, value in vars(args).items() if not callable(value)}
     try:
         with contextlib.closing(Ranks(args.device, identity)) as ranks:

@@ -176,7 +176,7 @@ def pack(plan: IterationPlan) -> tuple[Any, ...]:
 
     def row(w: Work) -> tuple[Any, ...]:
         r = w.request
-        tokens = tuple(r.token(i) for i in range(w.start, w.seq_len))
+        tokens = [r.token(i) for i in range(w.start, w.seq_len)]
         return r.id, w.start, tokens, w.samples, r.device, r.block_table
 
     kinds = [[[row(w) for w in kind] for kind in (b.prefills, b.gpu_decodes, b.cpu_decodes)] for b in plan.batches]
@@ -184,11 +184,12 @@ def pack(plan: IterationPlan) -> tuple[Any, ...]:
 
 
 def unpack(mode: str, batches: list[Any], moves: list[Any]) -> IterationPlan:
-    """The same plan over requests that live for one iteration; tokens before their rows are zeros, and never read."""
+    """The same plan over requests that live for one iteration. Tokens before their rows only have to be so many."""
 
-    def work(number: int, start: int, tokens: tuple[int, ...], samples: bool, device: Any, table: list[int]) -> Work:
-        prompt = (0,) * start + tokens + (0,) * (not samples)
-        return Work(Request(number, prompt, device=device, block_table=table, num_computed=start), start, len(tokens))
+    def work(number: int, start: int, tokens: list[int], samples: bool, device: Any, table: list[int]) -> Work:
+        before, new = cast("tuple[int, ...]", range(start)), tokens if samples else [*tokens, 0]
+        request = Request(number, before, output=new, device=device, block_table=table, num_computed=start)
+        return Work(request, start, len(tokens))
 
     subs = tuple(SubBatch(*(tuple(work(*row) for row in kind) for kind in kinds)) for kinds in batches)
     return IterationPlan(mode, subs, tuple(Move(Request(number, ()), *where) for number, *where in moves))

@@ -29,7 +29,7 @@ KV_TOKENS = (64, 256, 1024, 4096, 16384, 65536, 131072)
 REQUESTS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 ROUNDS = 5
 POINT_S = 0.4  # a point that has taken longer, its warm-up not counted, is not run again
-LEAST_LAYERS, MOST_LAYERS, ENOUGH_S = 4, 16, 0.02  # a few slow layers, or so many that no cache holds them all
+LEAST_LAYERS, MOST_LAYERS, ENOUGH_S = 4, 16, 0.02  # a few (very slow: one), or so many that no cache holds them all
 SEQ_LEN = 1024  # of the decodes that are timed
 SHORT_LEN = 64  # of those that show what a request costs besides its KV
 Points = list[tuple[float, float]]
@@ -57,7 +57,8 @@ def measure_all_reduce(pipeline: Pipeline) -> Curve:
         )
         return lambda: _timed(pipeline, lambda _: pipeline.model.shard and pipeline.model.shard.all_reduce(x))
 
-    return Curve(_rising(_points([n for n in TOKENS if n <= pipeline.config.max_batched_tokens], work_of)))
+    widths = [n for n in TOKENS if n <= pipeline.config.max_batched_tokens]
+    return Curve(_rising(_points(widths, work_of, agreed=_agreed(pipeline))))
 
 
 def _profile(pipeline: Pipeline, thorough: bool) -> Profile:
@@ -65,7 +66,7 @@ def _profile(pipeline: Pipeline, thorough: bool) -> Profile:
 
     def points(widths: list[int], work_of: Callable[[Pipeline, int], Callable[[], float]]) -> Points:
         kept = widths if thorough else sorted({*widths[::4], widths[-1]})
-        return _points(kept, lambda n: work_of(pipeline, n), ROUNDS if thorough else 2)
+        return _points(kept, lambda n: work_of(pipeline, n), ROUNDS if thorough else 2, _agreed(pipeline))
 
     # A length that a vector or a tile divides is faster than its neighbours, and few prompts have one.
     most = max(1, min(config.max_batched_tokens, model.config.max_position) - 1)
@@ -103,7 +104,15 @@ def _between(knots: Sequence[int], most: int) -> list[int]:
     return [n for pair in zip(kept, halfway) for n in pair] + [most]
 
 
-def _points(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]], rounds: int = 2) -> Points:
+def _agreed(pipeline: Pipeline) -> Callable[[float], float]:
+    """The longest of all ranks' times: those that share a model wait for one another, so they must decide alike."""
+    return pipeline.model.shard.slowest if pipeline.model.shard else float
+
+
+def _points(
+    widths: Sequence[int], work_of: Callable[[int], Callable[[], float]], rounds: int = 2,
+    agreed: Callable[[float], float] = float,
+) -> Points:  # fmt: skip
     """Seconds at each width: the widths take turns, so that a slow moment of the machine meets all of them."""
     works = [work_of(n) for n in widths]
     times_s: list[list[float]] = [[] for _ in widths]
@@ -115,7 +124,7 @@ def _points(widths: Sequence[int], work_of: Callable[[int], Callable[[], float]]
             if spent_s[i] < POINT_S:
                 start_s = time.perf_counter()
                 times_s[i].append(work())
-                spent_s[i] += time.perf_counter() - start_s
+                spent_s[i] += agreed(time.perf_counter() - start_s)
     return [(n, sorted(seconds)[len(seconds) // 4]) for n, seconds in zip(widths, times_s)]
 
 
@@ -136,17 +145,20 @@ def _kv_points(pipeline: Pipeline, device: Device) -> list[int]:
 
 def _timed(pipeline: Pipeline, work: Callable[[int], object]) -> float:
     """Seconds of `work(layer)`, over the layers in turn until there have been enough."""
-    most = min(pipeline.model.config.num_layers, MOST_LAYERS)
+    on_one = pipeline.model.shard is None  # several ranks run the same number of layers, without asking the clock
+    most = min(
+        pipeline.model.config.num_layers,
+        MOST_LAYERS if on_one or pipeline.model.device.type == "cuda" else LEAST_LAYERS,
+    )
     wait = torch.cuda.synchronize if pipeline.model.device.type == "cuda" else lambda: None
     wait()
     start_s = time.perf_counter()
     for layer in range(most):
         work(layer)
-        if layer + 1 >= LEAST_LAYERS and time.perf_counter() - start_s > ENOUGH_S:
+        if on_one and time.perf_counter() - start_s > ENOUGH_S * max(1, LEAST_LAYERS - layer):
             break
     wait()
-    shard, seconds = pipeline.model.shard, (time.perf_counter() - start_s) / (layer + 1)
-    return shard.slowest(seconds) if shard else seconds
+    return _agreed(pipeline)((time.perf_counter() - start_s) / (layer + 1))
 
 
 def _random(pipeline: Pipeline, *shape: int) -> torch.Tensor:
@@ -216,7 +228,8 @@ def _cpu_request_tokens(pipeline: Pipeline) -> float:
     if tokens < 2 * SEQ_LEN:
         return 0.0  # too small a pool to tell
     cases = [(tokens, SHORT_LEN), (tokens, SEQ_LEN), (tokens // 2, SEQ_LEN)]
-    (_, short_s), (_, long_s), (_, half_s) = _points(range(3), lambda i: _cpu_decode(pipeline, *cases[i]))
+    of = [_cpu_decode(pipeline, *case) for case in cases]
+    (_, short_s), (_, long_s), (_, half_s) = _points(range(3), of.__getitem__, agreed=_agreed(pipeline))
     token_s = (long_s - half_s) / (tokens - tokens // 2)  # a long request's own cost in it, which is little
     more = tokens // SHORT_LEN - tokens // SEQ_LEN
     return max(0.0, (short_s - long_s) / more / token_s) if token_s > 0 else 0.0
@@ -254,5 +267,5 @@ def _overhead_s(pipeline: Pipeline, profile: Profile) -> float:
         Pipeline.run(pipeline, plan)
         return time.perf_counter() - start_s
 
-    ((_, seconds),) = _points((1,), lambda _: work)
+    ((_, seconds),) = _points((1,), lambda _: work, agreed=_agreed(pipeline))
     return max(0.0, seconds - profile.iteration_s(profile.stages((batch,)), len(batch)))
