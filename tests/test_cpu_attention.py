@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,14 @@ def test_one_openmp_runtime_in_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     description, runtimes = done.stdout.splitlines()
     assert "OpenMP" in description and len(runtimes.split()) == 1, runtimes
+
+
+def test_one_small_header_knows_instruction_sets_and_every_rung_is_short() -> None:
+    files = {path.name: path.read_text() for path in kernel_build.KERNELS_DIR.glob("*.*")}
+    intrinsic = re.compile(r"_mm\d*_|__m\d{3}|\bv\w+_[fsu]\d+\(|intrin\.h|arm_neon\.h|__builtin_ia32|\basm\b")
+    assert {name for name, text in files.items() if intrinsic.search(text)} == {"simd.h"}
+    assert files["simd.h"].count("\n") < 150
+    assert all(files[f"{rung}.cpp"].count("\n") <= 200 for rung in RUNGS)
 
 
 # ---- Other compilers, other processors, sanitizers: the driver in kernels/check ----
