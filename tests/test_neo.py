@@ -236,3 +236,22 @@ def test_every_request_ends_and_every_plan_is_sound_many_times(mode):
         serve(mode, costs, load, gpu, cpu, budget, seqs)
 
     check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["gpu-only-unchunked", "fastdecode+", "neo", "neo-released"])
+def test_on_real_devices_the_tokens_are_those_of_transformers(tmp_path, mode):
+    """Greedy, fp32, a model that varies its tokens; requests on both sides, and some that change sides."""
+    import test_pipeline as pipeline
+
+    hf = pipeline.tiny_folder(tmp_path, {})
+    prompts = [[i + 1, i + 2, i + 3] * (1 + i % 3) for i in range(12)]
+    expected = [pipeline.hf_greedy(hf, prompt, 40)[0] for prompt in prompts]
+    engine = pipeline.poisoned(pipeline.load_folder(tmp_path), mode, block_size=4, gpu_kv_tokens=160, cpu_kv_tokens=800)
+    requests = pipeline.generate(engine, prompts, 40)
+    assert [r.output for r in requests] == expected
+    served = {e.name for e in engine.timeline.events if e.name in ("gpu_attn", "cpu_attn")}
+    assert served == {"gpu-only-unchunked": {"gpu_attn"}, "fastdecode+": {"cpu_attn"}}.get(
+        mode, {"gpu_attn", "cpu_attn"}
+    )
+    assert mode == "fastdecode+" or sum(r.num_swaps for r in requests) > 0
