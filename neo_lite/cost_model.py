@@ -123,7 +123,9 @@ class Profile:
     transfer: Curve = Curve([(1, 0.0)])  # bytes of KV -> a copy between the pools
     all_reduce: Curve = Curve([(1, 0.0)])  # tokens -> both all-reduces of a layer, with tensor parallelism
     cpu_request_tokens: float = 0.0  # what a CPU decode costs besides reading, in KV tokens
-    overhead_s: float = 0.0  # planning, launching and sampling that the GPU waits for, once an iteration
+    overhead_s: float = 0.0  # an iteration beyond its stages: rows, launches, sampling that the GPU waits for
+    prefill_overhead_s: float = 0.0  # and with prefills, which no CUDA graph replays
+    pair_overhead_s: float = 0.0  # and with two sub-batches, which join at every layer
     launch_s: float = 0.0  # a layer's launches while the CPU computes: only where both share a thread (released NEO)
     model: str = ""
     dtype: str = ""
@@ -177,7 +179,12 @@ class Profile:
     def iteration_s(self, stages: Stages, sampling: int) -> float:
         """All layers, the head for `sampling` requests, and what comes once. Launches on the CPU's thread bring barriers."""
         layer_s = stages.paper_layer if self.launch_s else stages.layer
-        return self.num_layers * layer_s + self.t_head(sampling) + self.overhead_s
+        return self.num_layers * layer_s + self.t_head(sampling) + self.overhead(stages)
+
+    def overhead(self, stages: Stages) -> float:
+        """What comes once an iteration."""
+        prefill_s = self.prefill_overhead_s if stages.pref0 else 0.0
+        return self.overhead_s + prefill_s + (self.pair_overhead_s if stages.l1 else 0.0)
 
     def candidate(self, name: str, batches: Sequence[SubBatch]) -> Candidate:
         """A schedule with its estimate."""
@@ -206,7 +213,10 @@ class Profile:
         """Itself; raises NeoLiteError unless it is of this model and dtype, and of this machine and threads, if given."""
         pairs: list[tuple[str, Any, Any]] = [("model", self.model, model), ("dtype", self.dtype, dtype)]
         if stamp and "gpu" in self.stamp:
-            pairs += [("machine", machine_in(self.stamp), machine_in(stamp)), ("number of threads", self.threads, threads)]
+            pairs += [
+                ("machine", machine_in(self.stamp), machine_in(stamp)),
+                ("number of threads", self.threads, threads),
+            ]
         for what, ours, asked in pairs:
             if ours and asked and ours != asked:
                 remedy = "measure one here with python -m neo_lite profile"

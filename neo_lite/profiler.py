@@ -84,7 +84,7 @@ def _profile(pipeline: Pipeline, thorough: bool) -> Profile:
     fields |= dict(num_layers=model.config.num_layers, model=model.whole.name, dtype=str(model.dtype)[6:])
     fields |= dict(threads=config.cpu_threads or machine.usable_cores(), cpu_request_tokens=each)
     profile = Profile(**fields, stamp={**machine.stamp(), **({"held_out": held_out(measured)} if thorough else {})})
-    return replace(profile, overhead_s=_overhead_s(pipeline, profile))
+    return _with_overheads(pipeline, profile)
 
 
 def held_out(measured: dict[str, Points]) -> dict[str, float]:
@@ -257,15 +257,42 @@ def _swap(pipeline: Pipeline, kv_tokens: int) -> Callable[[], float]:
     return work
 
 
-def _overhead_s(pipeline: Pipeline, profile: Profile) -> float:
-    """What an iteration of GPU decodes takes beyond its stages: rows, embedding, launches, sampling."""
-    batch = SubBatch(gpu_decodes=_decodes(pipeline, min(16 * SEQ_LEN, _kv_points(pipeline, "gpu")[-1])))
-    plan = IterationPlan("profile", (batch,))
+def _with_overheads(pipeline: Pipeline, profile: Profile) -> Profile:
+    """What iterations take beyond their stages: of decodes alone, of prefills (each of a new length, as in a real load), and
+    of two sub-batches whose CPU attention hides behind batch-0's linear stage."""
+    decodes = SubBatch(gpu_decodes=_decodes(pipeline, min(16 * SEQ_LEN, _kv_points(pipeline, "gpu")[-1])))
+    room = int(profile.capacity(np.array([profile.t_linear(len(decodes))]))[0]) // SEQ_LEN
+    most = min(16 * SEQ_LEN, _kv_points(pipeline, "cpu")[-1])
+    hidden = SubBatch(cpu_decodes=_decodes(pipeline, max(1, min(room * SEQ_LEN, most))))
+    for work in hidden.cpu_decodes:
+        work.request.device = "cpu"
+    size, pool = pipeline.config.block_size, pipeline.cache.pools["gpu"]
+    longest = min(SEQ_LEN if pipeline.model.device.type == "cuda" else SHORT_LEN, pipeline.config.max_batched_tokens)
+    longest = min(longest, pool.k.shape[1] * size)
 
-    def work() -> float:
+    def prompt(i: int) -> tuple[SubBatch, ...]:
+        request = Request(0, (0,) * max(1, longest - 7 * i), block_table=list(range(-(-longest // size))))
+        return (SubBatch((Work(request, 0, len(request.prompt)),)),)
+
+    known = replace(profile, overhead_s=_excess_s(pipeline, profile, lambda _: (decodes,)))
+    prefill_s = _excess_s(pipeline, known, prompt)
+    return replace(
+        known, prefill_overhead_s=prefill_s, pair_overhead_s=_excess_s(pipeline, known, lambda _: (decodes, hidden))
+    )
+
+
+def _excess_s(pipeline: Pipeline, profile: Profile, batches_of: Callable[[int], tuple[SubBatch, ...]]) -> float:
+    """The median of what iterations take beyond the estimate, three of them to warm up and to capture a graph."""
+    excess_s: list[float] = []
+    spent_s = 0.0
+    for i in range(3 + ROUNDS):
+        if i > 1 and spent_s > 4 * POINT_S:
+            break  # slow enough to tell
+        plan = IterationPlan("profile", batches_of(i))
         start_s = time.perf_counter()
         Pipeline.run(pipeline, plan)
-        return time.perf_counter() - start_s
-
-    ((_, seconds),) = _points((1,), lambda _: work, agreed=_agreed(pipeline))
-    return max(0.0, seconds - profile.iteration_s(profile.stages((batch,)), len(batch)))
+        taken_s = _agreed(pipeline)(time.perf_counter() - start_s)
+        spent_s += taken_s
+        sampling = sum(len(batch) for batch in plan.batches)
+        excess_s.append(taken_s - profile.iteration_s(profile.stages(plan.batches), sampling))
+    return max(0.0, statistics.median(excess_s[3:] or excess_s[1:]))

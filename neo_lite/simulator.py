@@ -65,7 +65,7 @@ class VirtualDevices:
         stages = costs.stages(plan.batches)
         layer_s = stages.paper_layer if costs.launch_s else stages.layer
         head_s, transfer_s = costs.t_head(len(tokens)), costs.t_transfer(self._link_bytes(plan))
-        self.now_s = start_s + overlapped(costs.num_layers, layer_s, transfer_s) + head_s + costs.overhead_s
+        self.now_s = start_s + overlapped(costs.num_layers, layer_s, transfer_s) + head_s + costs.overhead(stages)
         self.iterations.append(
             Iteration(
                 start_s, self.now_s, kind_of(plan), stages, layer_s, head_s, transfer_s,
@@ -200,10 +200,11 @@ def _prompt(length: int) -> tuple[int, ...]:
 
 def draw(timeline: Timeline, i: Iteration, costs: Profile) -> None:
     """One iteration's events: planning, then each layer as the module's picture shows it, then the head."""
-    start_s = i.start_s + costs.overhead_s
+    overhead_s = costs.overhead(i.stages)
+    start_s = i.start_s + overhead_s
     copy_s = i.transfer_s / costs.num_layers
     stride_s, first_s = max(i.layer_s, copy_s), start_s + copy_s
-    _event(timeline, "scheduler", "plan", i.start_s, costs.overhead_s)
+    _event(timeline, "scheduler", "plan", i.start_s, overhead_s)
     for layer in range(costs.num_layers):
         _event(timeline, "h2d" if i.swaps else "d2h", "swap", start_s + layer * stride_s, copy_s, layer=layer)
         _draw_layer(timeline, i, first_s + layer * stride_s, layer)
