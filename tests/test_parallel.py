@@ -46,6 +46,8 @@ UNEVEN = dict(  # three KV heads of three query heads; nothing that two or four 
 )  # fmt: skip
 ROOMY = dict(gpu_kv_tokens=4096, cpu_kv_tokens=4096)
 NARROW = dict(block_size=4, gpu_kv_tokens=128, cpu_kv_tokens=128, max_batched_tokens=16)
+POOLS = {"roomy": ROOMY, "narrow": NARROW, "measured": {**NARROW, "max_seqs": 8}}
+ALL = [f"{mode}, {pools}" for mode in MODES for pools in ("roomy", "narrow")] + ["asymmetric, measured"]
 END_S = 30.0  # from a rank's death to the end of the run
 RANK = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -210,27 +212,24 @@ def add_requests(engine):
     ]
 
 
-def answers(model: Llama, modes: Sequence[str] = MODES) -> dict[str, list[list[int]]]:
-    """What every mode says, with much room and with little; in the end one weighs times that the ranks measure."""
+def answers(model: Llama, cases: Sequence[str]) -> dict[str, list[list[int]]]:
+    """What is said in each case, "mode, pools". In the last one the ranks measure the times that the scheduler weighs."""
     said = {}
-    for mode in modes:
-        for name, pools in (("roomy", ROOMY), ("narrow", NARROW)):
-            engine = build_engine(model, EngineConfig(mode=mode, **pools), costs=COSTS)
-            requests = add_requests(engine)
-            engine.run()
-            said[f"{mode}, {name}"] = [r.output for r in requests]
-            if name == "narrow" and mode == "asymmetric":
-                assert sum(r.num_swaps for r in requests) > 0
-    engine = build_engine(model, mode="asymmetric", **NARROW, max_seqs=8)
-    requests = add_requests(engine)
-    engine.run()
-    return {**said, "measured": [r.output for r in requests]}
+    for case in cases:
+        mode, pools = case.split(", ")
+        costs = None if pools == "measured" else COSTS
+        engine = build_engine(model, EngineConfig(mode=mode, **POOLS[pools]), costs=costs)
+        requests = add_requests(engine)
+        engine.run()
+        said[case] = [r.output for r in requests]
+        assert case != "asymmetric, narrow" or sum(r.num_swaps for r in requests) > 0
+    return said
 
 
-def assert_the_same(model: str, size: int, modes: Sequence[str], mark: dict[str, str]) -> None:
-    expected = answers(load_model(model, "cpu", "float32"), modes)
+def assert_the_same(model: str, size: int, cases: Sequence[str], mark: dict[str, str]) -> None:
+    expected = answers(load_model(model, "cpu", "float32"), cases)
     assert len({str(tokens) for tokens in expected["simple, roomy"]}) == 8
-    run = torchrun(size, __file__, "answers", model, size, *modes, **mark)
+    run = torchrun(size, __file__, "answers", model, size, *cases, **mark)
     out, err = run.communicate(timeout=600)
     assert run.returncode == 0, err
     assert last_json(out) == expected
@@ -240,7 +239,7 @@ def assert_the_same(model: str, size: int, modes: Sequence[str], mark: dict[str,
 @pytest.mark.parametrize(("name", "size"), [("tiny", 2), ("tiny", 4), ("uneven", 2), ("uneven", 4)])
 def test_tokens_are_those_of_one_rank_in_every_mode(tmp_path, name, size, mark, compiler):
     """tiny over 4: two ranks a group. uneven over 2: 2 and 1 groups; over 4: a group's 3 query heads as 2 and 1."""
-    assert_the_same("random:tiny" if name == "tiny" else uneven(tmp_path), size, MODES, mark)
+    assert_the_same("random:tiny" if name == "tiny" else uneven(tmp_path), size, ALL, mark)
 
 
 def uneven(folder: Path) -> str:
@@ -252,7 +251,7 @@ def uneven(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_smollm2_and_its_three_kv_heads_over_two_ranks(mark, compiler):
-    assert_the_same("smollm2", 2, ("gpu-only", "simple", "symmetric", "asymmetric"), mark)
+    assert_the_same("smollm2", 2, ("gpu-only, roomy", "simple, roomy", "symmetric, roomy", "asymmetric, narrow"), mark)
 
 
 WORDS = (
