@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LANES = ("scheduler", "gpu", "d2h", "cpu", "h2d")  # top to bottom
-COLOURS = {
-    "plan": "#999999", "pre": "#4c78a8", "post": "#2f5d8a", "embed": "#9ecae9", "head": "#b279a2",
-    "prefill_attn": "#72b7b2", "gpu_attn": "#54a24b", "cpu_attn": "#e45756", "transfer": "#f2cf5b",
-    "swap": "#ff9da6", "store": "#bab0ac",
+COLOURS = {  # the Okabe-Ito palette: told apart without red and green
+    "plan": "#999999", "pre": "#56b4e9", "post": "#0072b2", "embed": "#999999", "head": "#cc79a7",
+    "prefill_attn": "#003f63", "gpu_attn": "#009e73", "cpu_attn": "#e69f00", "transfer": "#f0e442",
+    "swap": "#d55e00", "store": "#bab0ac",
 }  # fmt: skip
 
 
@@ -124,16 +124,19 @@ class Timeline:
         return "".join([*parts, "</svg>"])
 
     def plot(self, ax: Any, legend: bool = True) -> None:
-        """Draws on a matplotlib axis: time in ms, one row a lane."""
+        """Draws on a matplotlib axis: time in ms, one row a lane; batch-1 is hatched."""
         start, lanes = self.span_s[0], self.lanes()
-        for i, lane in enumerate(lanes):
-            for name in {e.name for e in self.events if e.lane == lane}:
-                bars = [
-                    ((e.start_s - start) * 1e3, e.duration_s * 1e3)
-                    for e in self.events
-                    if (e.lane, e.name) == (lane, name)
-                ]
-                ax.broken_barh(bars, (i - 0.4, 0.8), facecolors=COLOURS.get(name, "#888"), label=name, linewidth=0)
+        kinds = sorted({(e.lane, e.name, e.args.get("batch") == 1) for e in self.events})
+        for lane, name, second in kinds:
+            bars = [
+                ((e.start_s - start) * 1e3, e.duration_s * 1e3)
+                for e in self.events
+                if (e.lane, e.name, e.args.get("batch") == 1) == (lane, name, second)
+            ]
+            look = {"label": name, "facecolors": COLOURS.get(name, "#888"), "linewidth": 0}
+            if second:
+                look |= {"hatch": "////", "edgecolor": "white"}
+            ax.broken_barh(bars, (lanes.index(lane) - 0.4, 0.8), **look)
         ax.set_yticks(range(len(lanes)), lanes)
         ax.invert_yaxis()
         ax.set_xlabel("ms")
