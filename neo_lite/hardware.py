@@ -125,7 +125,7 @@ def _gpu_here() -> Part | None:
     return {
         "gpu_bytes_per_s": (copy, "a copy of 1 GiB, measured now"),
         "gpu_flops_per_s": (2 * 4096**3 / _best_s(lambda: (a @ a, sync())), "torch fp16 matmul at 4096, measured now"),
-        "gpu_attn_bytes_per_s": (0.72 * copy, _FILE["parts"]["t4"]["gpu_attn_bytes_per_s"][1]),
+        "gpu_attn_bytes_per_s": (0.59 * copy, _FILE["parts"]["t4"]["gpu_attn_bytes_per_s"][1]),
         "gpu_memory_bytes": (card["memory_bytes"], "torch.cuda"),
         "link_bytes_per_s": (pinned.nbytes / _best_s(lambda: (pinned.cuda(), sync())), "a pinned copy, measured now"),
     }

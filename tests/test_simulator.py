@@ -239,17 +239,27 @@ def test_a_mistake_gets_one_line(arguments, said, capsys, monkeypatch):
 # ---- Against what others found ----
 
 
+LINEAR_MS = [  # tokens, ms of a layer: Llama-3.1-8B on 8 SMs of an H200, the released NEO's profiler
+    (1, 0.5825), (25, 0.7372), (49, 0.8567), (73, 1.0694), (97, 1.2596), (121, 1.4481), (145, 1.6682),
+    (193, 2.0734), (241, 2.5243), (289, 2.9694), (337, 3.3657), (385, 3.8811), (433, 4.1279), (481, 4.5233),
+    (512, 4.576), (1024, 8.9982), (2048, 17.8926), (4096, 35.7748), (8192, 71.0669), (20480, 178.4932),
+]  # fmt: skip
+PREFILL_MS = [  # tokens of a prompt, ms
+    (96, 0.0377), (256, 0.0857), (512, 0.202), (768, 0.3618), (1024, 0.5691), (1536, 1.1216), (2048, 1.8576),
+    (4096, 6.6545), (8192, 25.1262),
+]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_neo_gains_what_an_independent_simulation_of_the_same_stage_times_found():
     """Stage times of 8 SMs of an H200 with a CPU of 100 GB/s, no head, copies or planning, 300 requests at once, 26,400
     tokens of GPU KV, whole run, outputs 100, 200, 400: 1.13, 1.28, 1.37 times a GPU-only baseline with chunked prefill."""
-    model, measured, config = hardware.setting(
-        "h200-8sm-14t", "llama-3.1-8b", gpu_kv=26400, cpu_kv_gib=120, max_seqs=1024
-    )
-    lines = {"gpu_attn": 450e9, "cpu_attn": 100e9}
-    free = {name: Curve([(1, 0.0)]) for name in ("head", "transfer")}
-    curves = {name: Curve([(1, 4096 / rate), (10**6, 4096e6 / rate)]) for name, rate in lines.items()}
-    costs = replace(measured, **curves, **free, overhead_s=0.0, cpu_request_tokens=0.0)
+    milli = {"linear": LINEAR_MS, "prefill_attn": PREFILL_MS}
+    curves = {name: Curve([(x, ms / 1e3) for x, ms in points]) for name, points in milli.items()}
+    for name, rate in (("gpu_attn", 450e9), ("cpu_attn", 100e9)):
+        curves[name] = Curve([(1, 4096 / rate), (10**6, 4096e6 / rate)])
+    costs, model = Profile(32, **curves, head=Curve([(1, 0.0)])), MODELS["llama-3.1-8b"]
+    config = EngineConfig(gpu_kv_tokens=26400, cpu_kv_tokens=10**6, max_batched_tokens=2048, max_seqs=1024)
     for output, ratio in ((100, 1.13), (200, 1.28), (400, 1.37)):
         arrivals = parse(f"synthetic:1000,{output}", 300)
         spans = [simulate(model, costs, replace(config, mode=mode), arrivals).span_s for mode in ("gpu-only", "neo")]
