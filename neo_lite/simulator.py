@@ -199,12 +199,12 @@ def _prompt(length: int) -> tuple[int, ...]:
 
 
 def draw(timeline: Timeline, i: Iteration, costs: Profile) -> None:
-    """One iteration's events: planning, then each layer as the module's picture shows it, then the head."""
+    """One iteration's events: what comes once, then each layer as the module's picture shows it, then the head."""
     overhead_s = costs.overhead(i.stages)
     start_s = i.start_s + overhead_s
     copy_s = i.transfer_s / costs.num_layers
     stride_s, first_s = max(i.layer_s, copy_s), start_s + copy_s
-    _event(timeline, "scheduler", "plan", i.start_s, overhead_s)
+    _event(timeline, "scheduler", "overhead", i.start_s, overhead_s)
     for layer in range(costs.num_layers):
         _event(timeline, "h2d" if i.swaps else "d2h", "swap", start_s + layer * stride_s, copy_s, layer=layer)
         _draw_layer(timeline, i, first_s + layer * stride_s, layer)

@@ -17,7 +17,7 @@ LANES = ("scheduler", "gpu", "d2h", "cpu", "h2d")  # top to bottom
 COLOURS = {  # the Okabe-Ito palette: told apart without red and green
     "plan": "#999999", "pre": "#56b4e9", "post": "#0072b2", "embed": "#999999", "head": "#cc79a7",
     "prefill_attn": "#003f63", "gpu_attn": "#009e73", "cpu_attn": "#e69f00", "transfer": "#f0e442",
-    "swap": "#d55e00", "store": "#bab0ac",
+    "swap": "#d55e00", "store": "#bab0ac", "linear": "#0072b2",
 }  # fmt: skip
 
 
