@@ -206,7 +206,8 @@ def follow(ranks: Ranks) -> int:
             if kind == "model":
                 model = load_model(rest[0], "auto", rest[1], ranks)
             elif kind == "engine":
-                pipeline = None  # its pools make room for the next one's
+                pipeline = None
+                gc.collect()  # its pools make room for the next one's
                 pipeline = model.shard.pipeline(model, rest[0], Timeline(enabled=False))
                 pipeline.sample = lambda logits, requests: [0] * len(requests)  # rank 0 draws
             elif kind == "plan":  # recorded iterations take another way through the same layers: all ranks the same

@@ -153,7 +153,8 @@ class Cuda:
         collecting = gc.isenabled()
         gc.disable()  # the end of another engine's pools, unpinned in the midst of it, would break the capture off
         try:
-            with torch.cuda.graph(graph, pool=self._graph_memory):
+            # thread_local: NCCL has a thread that asks for the state of earlier collectives while this one captures
+            with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
                 out = work()
         finally:
             if collecting:

@@ -226,10 +226,10 @@ def answers(model: Llama, cases: Sequence[str]) -> dict[str, list[list[int]]]:
     return said
 
 
-def assert_the_same(model: str, size: int, cases: Sequence[str], mark: dict[str, str]) -> None:
-    expected = answers(load_model(model, "cpu", "float32"), cases)
+def assert_the_same(model: str, size: int, cases: Sequence[str], mark: dict[str, str], device: str = "cpu") -> None:
+    expected = answers(load_model(model, device, "float32"), cases)
     assert len({str(tokens) for tokens in expected["simple, roomy"]}) == 8
-    run = torchrun(size, __file__, "answers", model, size, *cases, **mark)
+    run = torchrun(size, __file__, device, model, size, *cases, **mark)
     out, err = run.communicate(timeout=600)
     assert run.returncode == 0, err
     assert last_json(out) == expected
@@ -252,6 +252,12 @@ def uneven(folder: Path) -> str:
 @pytest.mark.slow
 def test_smollm2_and_its_three_kv_heads_over_two_ranks(mark, compiler):
     assert_the_same("smollm2", 2, ("gpu-only, roomy", "simple, roomy", "symmetric, roomy", "asymmetric, narrow"), mark)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs on this machine")
+@pytest.mark.parametrize("model", ["random:tiny", "smollm2"])
+def test_two_gpus_say_what_one_says(model, mark, compiler):
+    assert_the_same(model, 2, ALL if model == "random:tiny" else ["simple, roomy", "asymmetric, roomy"], mark, "cuda")
 
 
 WORDS = (
@@ -444,10 +450,12 @@ def arm(how: str, note: Path) -> None:
 
 
 def as_a_rank(what: str, model: str, size: str, *rest: str) -> int:
-    args = argparse.Namespace(model=model, tensor_parallel=int(size), executor="torch", device="cpu")
+    """`what`: to die, or a device on which to give answers."""
+    device = "cpu" if what == "die" else what
+    args = argparse.Namespace(model=model, tensor_parallel=int(size), executor="torch", device=device)
 
     def answer(args: argparse.Namespace, ranks: Any) -> int:
-        print(json.dumps(answers(load_model(args.model, "cpu", "float32", ranks), rest)))
+        print(json.dumps(answers(load_model(args.model, device, "float32", ranks), rest)))
         return 0
 
     if what == "die" and os.environ["RANK"] == rest[1]:
