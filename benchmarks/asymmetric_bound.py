@@ -232,7 +232,7 @@ def main() -> None:
             flush=True,
         )
     what = "an iteration over the bound of its schedule, every term measured alone in the same process, interleaved"
-    write(args, "asymmetric_bound.py", "asymmetric_bound", {"what": what, "cases": results})
+    write(args, "asymmetric_bound.py", "iteration_bound", {"what": what, "cases": results})
 
 
 if __name__ == "__main__":

@@ -74,9 +74,9 @@ def recorded(pipeline: Pipeline, plan: IterationPlan, rounds: int) -> dict[str, 
 def main() -> None:
     args = arguments(__doc__.split("\n")[0]).parse_args()
     pipeline = pipeline_of(args)
-    modes = {}
+    cases = {}
     for name, plan in plans(Load(pipeline, args.seq_len)).items():
-        modes[name] = r = recorded(pipeline, plan, args.rounds)
+        cases[name] = r = recorded(pipeline, plan, args.rounds)
         ms = {k: round(r[k] * 1e3, 2) for k in ("iteration_s", "eager_s", "recorded_s")}
         print(
             f"{name}: {r['requests']} requests, {ms} ms, busy {r['busy']}, hidden {r['cpu_hidden_behind_gpu']}",
@@ -86,7 +86,7 @@ def main() -> None:
         "one decode iteration of each pipeline over the same load; events: lane, stage, start and end in seconds, layer,"
         " sub-batch; batches: tokens, prefills, GPU decodes, CPU decodes"
     )
-    write(args, "pipelines.py", "pipelines", {"what": what, "modes": modes})
+    write(args, "pipelines.py", "pipelines", {"what": what, "cases": cases})
 
 
 if __name__ == "__main__":

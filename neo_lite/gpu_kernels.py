@@ -1,12 +1,13 @@
 """What torch has no fast kernel for, in Triton: paged decode attention, RoPE in place, SwiGLU. Called by `attention`, `model`.
 
-All are limited by the card's memory bandwidth. Attention reads each byte of KV once, in place. One program reads a split of
-one sequence's tokens in one KV head, for all query heads of its group, with a running softmax; a few long sequences are
-split until they fill the card, and a second kernel merges the splits (flash decoding). Splits as long as that allows: on 8
-SMs of an H200, 20 requests of 1,200 tokens are read at 328 GB/s in splits of 256 tokens and four warps, at 451 whole and
-with two. How many splits depends on the number of sequences alone, and each sequence is shared out by its own length on the
-GPU: a CUDA graph serves all lengths. RoPE and SwiGLU took torch 7.5 of the 40 ms of a layer's 4,000 prefill tokens there, in
-seven kernels. Needs compute capability 8.0; below it torch serves.
+All are limited by the card's memory bandwidth. Attention reads each byte of KV once, in place. One program reads a
+split of one sequence's tokens in one KV head, for all query heads of its group, with a running softmax; a few long
+sequences are split until they fill the card, and a second kernel merges the splits (flash decoding). Splits as long as
+that allows: on 8 SMs of an H200, 20 requests of 1,200 tokens are read at 328 GB/s in splits of 256 tokens, at 415 to
+433 whole (a plain sum reads 514); other tiles, warps, stages, orders of programs and of blocks gave no more. How many
+splits depends on the number of sequences alone, and each sequence is shared out by its own length on the GPU: a CUDA
+graph serves all lengths. RoPE and SwiGLU took torch 7.5 of the 41 ms of a layer's 4,000 prefill tokens there, in seven
+kernels; here they take 0.8. Needs compute capability 8.0; below it torch serves.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ def _share(seq_len, splits, LEAST: tl.constexpr, TILE: tl.constexpr):  # type: i
 @triton.jit(do_not_specialize=("q_rows", "width", "splits"))
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, max_ptr, sum_ptr, result_ptr, q_rows, width, splits, scale,
-    SPLIT: tl.constexpr, LEAST: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Without splits the result; else out, max, sum [sequences, kv_heads, splits, GROUP], not yet normalised."""
     head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # the heads of a block lie side by side

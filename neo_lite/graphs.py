@@ -4,6 +4,10 @@ A graph repeats the same kernels with the same addresses. So each combination of
 of its own that stay where they are: an iteration copies its numbers there and replays. The first iteration of a combination
 runs eagerly (which also compiles kernels and warms libraries up), the second captures. Prefills, swaps and recorded
 timelines run eagerly. Both ways go through one function, `forward`.
+
+On 8 SMs of an H200, 22 decodes of an 8B model take 28.4 ms instead of 29.4, since Python launches them in 0.6 ms instead of
+11.5; recording them takes 30.8. Two sub-batches (22 and 20) take 52.9 ms both ways, launched in 1.7 or in 28.2 ms: there it
+pays where the GPU is faster than that. A capture costs 27 to 50 ms, once.
 """
 
 from __future__ import annotations
