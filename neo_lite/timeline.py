@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LANES = ("scheduler", "gpu", "d2h", "cpu", "h2d")  # top to bottom
-COLOURS = {  # the Okabe-Ito palette: told apart without red and green
-    "plan": "#999999", "pre": "#56b4e9", "post": "#0072b2", "embed": "#999999", "head": "#cc79a7",
-    "prefill_attn": "#003f63", "gpu_attn": "#009e73", "cpu_attn": "#e69f00", "transfer": "#f0e442",
-    "swap": "#d55e00", "store": "#bab0ac", "linear": "#0072b2",
+COLOURS = {  # after Okabe and Ito: told apart without red and green
+    "plan": "#999999", "pre": "#56b4e9", "post": "#0072b2", "embed": "#999999", "head": "#882255",
+    "prefill_attn": "#003f63", "gpu_attn": "#009e73", "cpu_attn": "#e69f00", "transfer": "#d55e00",
+    "swap": "#cc79a7", "store": "#bab0ac", "linear": "#0072b2",
 }  # fmt: skip
 
 
@@ -133,9 +133,10 @@ class Timeline:
                 for e in self.events
                 if (e.lane, e.name, e.args.get("batch") == 1) == (lane, name, second)
             ]
-            look = {"label": name, "facecolors": COLOURS.get(name, "#888"), "linewidth": 0}
-            if second:
-                look |= {"hatch": "////", "edgecolor": "white"}
+            colour = COLOURS.get(name, "#888")
+            look = {"label": name, "facecolors": colour, "edgecolor": colour, "linewidth": 0.6}  # a copy of 10 us is seen
+            if second and lane in ("gpu", "cpu"):
+                look |= {"hatch": "////", "edgecolor": "white", "linewidth": 0}
             ax.broken_barh(bars, (lanes.index(lane) - 0.4, 0.8), **look)
         ax.set_yticks(range(len(lanes)), lanes)
         ax.invert_yaxis()
