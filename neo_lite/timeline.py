@@ -134,7 +134,7 @@ class Timeline:
                 if (e.lane, e.name, e.args.get("batch") == 1) == (lane, name, second)
             ]
             colour = COLOURS.get(name, "#888")
-            look = {"label": name, "facecolors": colour, "edgecolor": colour, "linewidth": 0.6}  # a copy of 10 us is seen
+            look = {"label": name, "facecolors": colour, "edgecolor": colour, "linewidth": 0.6}  # copies of 10 us show
             if second and lane in ("gpu", "cpu"):
                 look |= {"hatch": "////", "edgecolor": "white", "linewidth": 0}
             ax.broken_barh(bars, (lanes.index(lane) - 0.4, 0.8), **look)
