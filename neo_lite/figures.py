@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import subprocess
 import sys
 from collections import deque
@@ -17,11 +16,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neo_lite import hardware, machine, plots, simulator, workload
+from neo_lite import hardware, machine, plots, simulator
 from neo_lite.blocks import Blocks
 from neo_lite.config import NeoLiteError
 from neo_lite.neo import POLICIES
-from neo_lite.request import SubBatch
+from neo_lite.request import IterationPlan, Request, SubBatch, Work
 from neo_lite.sweep import (
     NEO,
     QUANTILES,
@@ -77,7 +76,7 @@ class Panel(NamedTuple):
         return f"synthetic:{self.prompt},{output}"
 
 
-_H100, _A10G = (1, 2, 2.5, 2.8, 3, 3.2, 3.4, 3.6, 3.8), (0.4, 0.8, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8)
+_H100, _A10G = (1, 2, 3, 3.4, 3.6, 3.8, 4, 4.2, 4.4, 4.6), (0.4, 0.8, 1.2, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2)
 LOADS = {
     "6a": Load("2xh100", "azure-code", (VLLM, *NEO), _H100, 2.0),
     "6b": Load("a10g-g5.4xlarge", "azure-code", (VLLM, *NEO), _A10G, 2.0),
@@ -106,9 +105,11 @@ def wanted(name: str, runs: Sequence[Recorded] = ()) -> list[Run]:
         return mine + [run(f.machine, mode, f.workload, rate) for mode in f.modes for rate in (*f.rates_of(mode), 0)]
     if name in RATIOS:
         loads = [(p.machine, p.load(n)) for p in RATIOS[name] for n in p.outputs]
-        like = [r.like for r in runs if r.like and any(belongs(r, *load) for load in loads)]
-        found = [run(place, mode, load) for place, load in loads for mode in (SWIFT, *ONLY.get(name, NEO))]
-        return [r._replace(mode=mode) for r in like for mode in (r.mode, SWIFT)] + found
+        modes = ONLY.get(name, NEO)
+        theirs = [r for r in runs if r.mode in modes and any(belongs(r, *load) for load in loads)]
+        like = [r.like._replace(mode=mode) for r in theirs if r.like for mode in (r.mode, r.base) if mode]
+        found = [run(place, mode, load) for place, load in loads for mode in (SWIFT, *modes)]
+        return like + found
     if name == "7":
         return [run(LOADS["6b"].machine, mode, "azure-code", 1.6) for mode in (VLLM, *NEO)]
     peers = PEERS.values() if name == "10b" else ()
@@ -173,13 +174,14 @@ def axes(count: int = 1, height: float = 2.5, **more: Any) -> tuple[Any, list[An
 
     shape = -(-count // 2), min(count, 2)
     fig, grid = plt.subplots(*shape, figsize=(WIDTH, height), squeeze=False, layout="constrained", **more)
+    fig.get_layout_engine().set(rect=(0, 0.16 / height, 1, 1 - 0.16 / height))  # beneath: the source
     return fig, grid.ravel().tolist()
 
 
 def legend(fig: Any, panels: Sequence[Any], ncols: int = 1) -> None:
-    """One for all panels, beneath them."""
+    """One for all panels, above them."""
     found = {text: line for ax in panels for line, text in zip(*ax.get_legend_handles_labels())}
-    fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=ncols, frameon=False)
+    fig.legend(found.values(), found.keys(), loc="outside upper center", ncols=ncols, frameon=False)
 
 
 def crossing(points: Sequence[tuple[float, float]], level: float) -> float:
@@ -206,7 +208,7 @@ def draw_load(name: str, results: Results, runs: Sequence[Recorded]) -> Drawn:
             ax.plot(*zip(*known.items()), marker, mfc="none", color=INK, label=f"paper: {who}, digitised")
     mine = [r for r in runs if belongs(r, f.machine, f.workload) and r.mode in f.modes]
     for r in mine:
-        label = f"{r.source}: {r.mode}, {r.requests} at once, {r.ran_on}"
+        label = f"{r.source} on {r.place or r.ran_on}: {r.mode}, {r.requests} at once"
         ax.axvline(r.per_s, color=LOOK[r.mode][1], ls=":", label=label)
     ax.axhline(f.limit_s, color=GREY, lw=0.6, ls="--")
     ax.set(ylim=(0, 2 * f.limit_s), xlim=0, xlabel="request rate (requests/s)", ylabel="mean per-token latency (s)")
@@ -247,10 +249,10 @@ def draw_ratio(name: str, results: Results, runs: Sequence[Recorded]) -> Drawn:
                     for r in runs
                     if belongs(r, p.machine, p.load(n)) and r.mode == mode and p.stand_in in ("", r.place)
                 ]
-                pairs = [(r.ratio, ratio(results, r.like, "requests_per_s")) for r in mine]
+                pairs = [(r.ratio, ratio(results, r.like, "requests_per_s", r.base)) for r in mine]
                 rows.append(Row(f"{p.title}, {n} out: {mode}", known.get(n, NAN), ys[n], *(pairs[0] if pairs else ())))
                 for r in mine:
-                    label = f"{r.source}: {mode}, {r.requests} requests"
+                    label = f"{r.source} on {r.place or r.ran_on}: {mode}, {r.requests} requests"
                     ax.plot(n, r.ratio, "D", color=LOOK[mode][1], mec=INK, label=label)
         if known:
             ax.plot(*zip(*known.items()), "o", mfc="none", color=INK, label="paper: NEO, digitised")
@@ -300,30 +302,29 @@ def draw_peer(name: str, results: Results, runs: Sequence[Recorded]) -> Drawn:
 
 # ---- Timelines and diagrams ----
 
-TIMELINES = {  # figure: what, mode, kind of iteration, file of a recorded one, its case
-    "3": ("simple offloading", "simple", "one batch, decodes only", "*simple_offloading.json", ""),
-    "4": ("symmetric pipelining", "symmetric", "two batches, decodes only", "*_symmetric*.json", ""),
-    "5": ("asymmetric pipelining", "neo", "two batches, with prefills", "*asymmetric_bound.json",
-          "1,000 prefill tokens, 22 GPU, 100 CPU"),
-}  # fmt: skip
+PIPELINES = RECORDED / "h200_8sm_pipelines.json"
+TIMELINES = {  # figure: what, case of a recorded one, and its sub-batches: prefills of 512 tokens, GPU decodes, CPU decodes
+    "3": ("simple offloading", "simple", [(0, 0, 44)]),
+    "4": ("symmetric pipelining", "symmetric", [(0, 0, 22), (0, 0, 22)]),
+    "5": ("asymmetric pipelining", "asymmetric, with a prefill", [(1, 22, 4), (0, 0, 40)]),
+}
 
 
 def timelines(name: str, source: str) -> dict[str, Timeline]:
-    """The layers of one iteration: simulated on 8 SMs of an H200, and recorded where there is a file of it."""
-    _, mode, kind, pattern, case = TIMELINES[name]
-    model, costs, config = hardware.setting("h200-8sm-14t", "llama-3.1-8b", "float16", 26400, 40, mode=mode)
-    done = simulator.simulate(model, costs, config, workload.synthetic(120, 1000, 100))
-    at = [i for i, n in enumerate(done.iterations) if n.kind == kind]
-    found = {"simulated": done.timeline(at[len(at) // 2], at[len(at) // 2] + 1)}
-    for path in sorted(RECORDED.glob(pattern)) if source != "simulated" else ():
-        data = json.loads(path.read_text())
-        data = data if "events" in data else data["cases"].get(case) or [*data["cases"].values()][0]
-        found["recorded"] = timeline = Timeline()
-        for lane, stage, start_s, end_s, layer, *batch in data["events"]:
-            timeline.record(lane, stage, start_s, end_s, layer=layer, batch=(batch or [0])[0])
+    """The layers of one iteration on 8 SMs of an H200, simulated and recorded; decodes are at 1,100 tokens."""
+    _, case, counts = TIMELINES[name]
+    model, costs, config = hardware.setting("h200-8sm-14t", "llama-3.1-8b", "float16", 26400, 40)
+    prompt, decode = Work(Request(0, (1,) * 512), 0, 512), Work(Request(1, (1,) * 1100), 1099, 1)
+    batches = tuple(SubBatch((prompt,) * p, (decode,) * g, (decode,) * c) for p, g, c in counts)
+    devices = simulator.VirtualDevices(model, costs, config)
+    devices.run(IterationPlan(case, batches))
+    found = {"simulated": Timeline(), "recorded": Timeline()}
+    simulator.draw(found["simulated"], devices.iterations[0], costs)
+    for lane, stage, start_s, end_s, layer, batch in json.loads(PIPELINES.read_text())["cases"][case]["events"]:
+        found["recorded"].record(lane, stage, start_s, end_s, layer=layer, batch=batch)
     for timeline in found.values():
         timeline.events = [e for e in timeline.events if e.args.get("layer") is not None]
-    return found
+    return found if source != "simulated" else {"simulated": found["simulated"]}
 
 
 def draw_timeline(name: str, source: str) -> Drawn:
@@ -342,9 +343,11 @@ def draw_timeline(name: str, source: str) -> Drawn:
     ax.invert_yaxis()
     ax.set(xlabel="time (ms)", title=f"{kind}: {TIMELINES[name][0]}, layers {first} to {first + 2}, 8 SMs of an H200")
     legend(fig, [ax], 3)
-    return fig, [
+    spans = [(t.span_s[1] - t.span_s[0]) / len(layers) * 1e3 for t in found.values()]
+    shares = [
         Row(f"busy share, {lane}", NAN, *(t.busy_fraction(lane) for t in found.values())) for lane in ("gpu", "cpu")
     ]
+    return fig, [Row("ms a layer", NAN, *spans), *shares]
 
 
 def canvas(rows: Sequence[tuple[float, float, float, str, str]], height: float) -> tuple[Any, Any]:
@@ -448,6 +451,10 @@ def _within(text: str, theirs: float, ours: float) -> Claim:
 
 # ---- Everything together ----
 
+HOW = {
+    **dict.fromkeys(LOADS, draw_load), **dict.fromkeys(RATIOS, draw_ratio), "7": draw_distribution, "10b": draw_peer
+}  # fmt: skip
+
 
 def draw(name: str, source: str = "recorded", folder: Path = RECORDED) -> tuple[Any, str, str]:
     """A figure, its table, and whose data it shows. Raises NeoLiteError for a name or source that is unknown."""
@@ -463,17 +470,8 @@ def draw(name: str, source: str = "recorded", folder: Path = RECORDED) -> tuple[
             return (draw_workflow() if name == "1" else draw_architecture())[0], "", "paper"
         if name in TIMELINES:
             fig, rows = draw_timeline(name, source)
-        else:
-            how = (
-                draw_load
-                if name in LOADS
-                else draw_ratio
-                if name in RATIOS
-                else draw_peer
-                if name == "10b"
-                else draw_distribution
-            )
-            fig, rows = how(name, results(wanted(name, runs)), runs)
+            return fig, table(rows), "simulated" if source == "simulated" else "recorded"
+        fig, rows = HOW[name](name, results(wanted(name, runs)), runs)
     there = bool(paper(name) or paper(name, "reported")), True, any(row.measured == row.measured for row in rows)
     kinds = ("paper", "simulated", "measured" if source == "measured" else "recorded")
     return fig, table(rows), " + ".join(kind for kind, is_there in zip(kinds, there) if is_there)
@@ -516,10 +514,9 @@ def main(args: argparse.Namespace) -> int:
     if args.fresh:
         runs = recorded(folder)
         compute([r for name in names for r in wanted(name, runs)], all_runs())
-    os.environ["NEO_LITE_FIGURES"] = args.out
     for name in names:
         fig, text, source = draw(name, args.source, folder)
-        path = plots.save_figure(fig, f"11_fig{name}", source)
+        path = plots.save_figure(fig, f"11_fig{name}", source, folder=args.out)
         fig.savefig(path.with_suffix(".png"), dpi=250, bbox_inches="tight")
         plt.close(fig)
         print(f"figure {name}: {source}; {path} and .png\n{text}\n")

@@ -35,17 +35,17 @@ def use_style() -> None:
     matplotlib.rcParams.update(STYLE)
 
 
-def save_figure(fig: Figure, name: str, source: str, note: str = "") -> Path:
+def save_figure(fig: Figure, name: str, source: str, note: str = "", folder: str = "") -> Path:
     """Stamps `source` (one of SOURCES; several joined by " + ") and `note`, such as the hardware, and saves the figure.
 
-    It goes to $NEO_LITE_FIGURES (default figures/) as `name`.svg, or as .png if the name says so: dense plots.
+    It goes to `folder`, else to $NEO_LITE_FIGURES, else to figures/ as `name`.svg, or as .png if the name says so: dense plots.
     """
     unknown = [part for part in source.split(" + ") if part not in SOURCES]
     if unknown:
         raise NeoLiteError(f"figure source {unknown[0]!r} is unknown: choose from {', '.join(SOURCES)}")
     stamp = f"source: {source}" + (f" ({note})" if note else "")
     fig.text(0.995, 0.005, stamp, ha="right", va="bottom", fontsize=7, color="#777777")
-    path = Path(os.environ.get("NEO_LITE_FIGURES", "figures")) / name
+    path = Path(folder or os.environ.get("NEO_LITE_FIGURES", "figures")) / name
     path = path if path.suffix == ".png" else path.with_name(f"{path.name}.svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(SVG):

@@ -63,11 +63,11 @@ class Setting(NamedTuple):
 _A10G = "llama-3.1-8b", 20480, 1024, (26400, 25600)
 SETTINGS = {
     "t4-g4dn.4xlarge": Setting("llama-2-7b", 832, 512, (864, 832), 20),
-    # The paper gives 120 GiB of CPU pool; that is more than two of its machines have, so at most 3/4 of their memory here.
-    "a10g-g5.2xlarge": Setting(*_A10G, 24), "a10g-g5.4xlarge": Setting(*_A10G, 48),
-    "a10g-g5.8xlarge": Setting(*_A10G, 96), "a10g-g5.16xlarge": Setting(*_A10G, 120),
-    # Not in our facts of the paper: a budget that holds AC's longest prompt (7,437 tokens), pools that the machine has.
-    "2xh100": Setting("llama-3.1-70b", 8192, 1024, (0, 0), 350),
+    # The authors' script gives 120 GiB of CPU pool to the largest host, of 256: the others have the same share.
+    "a10g-g5.2xlarge": Setting(*_A10G, 15), "a10g-g5.4xlarge": Setting(*_A10G, 30),
+    "a10g-g5.8xlarge": Setting(*_A10G, 60), "a10g-g5.16xlarge": Setting(*_A10G, 120),
+    # Not among our facts of the paper: a budget that holds AC's longest prompt (7,437 tokens), the CPU pool of the A10G.
+    "2xh100": Setting("llama-3.1-70b", 8192, 1024, (0, 0), 120),
 }  # fmt: skip
 
 
@@ -257,7 +257,8 @@ class Recorded(NamedTuple):
     workload: str
     requests: int
     per_s: float
-    ratio: float  # of the whole run, over its baseline's; nan without one
+    base: str  # its baseline's mode; "" without one
+    ratio: float  # of the whole run, over its baseline's
     like: Run | None  # the simulation of the same run, where there is a preset of the machine
 
     @property
@@ -272,10 +273,10 @@ def recorded(folder: Path) -> list[Recorded]:
         lines = lines_of(path)
         for line in lines:
             same = [b for b in lines if b["mode"] in (VLLM, SWIFT) and identity(b) == identity(line)]
-            base = same[0]["requests_per_s"] if same else float("nan")
+            base, base_per_s = (same[0]["mode"], same[0]["requests_per_s"]) if same else ("", float("nan"))
             name, per_s = line["model"].removeprefix("random:"), line["requests_per_s"]
             found.append(Recorded(source, line["ran_on"], name, line["mode"], line["workload"], line["requests"], per_s,
-                                  per_s / base, _like(line)))  # fmt: skip
+                                  base, per_s / base_per_s, _like(line)))  # fmt: skip
     return found
 
 
