@@ -354,7 +354,8 @@ class Ranks:
             self.tell()
         if not self.failed.is_set():
             gc.collect()  # CUDA graphs hold on to their communicator
-            dist.destroy_process_group()
+            broken = self.failure and self.device != "cpu"  # NCCL would first wait for what the others still expect
+            (dist.distributed_c10d._abort_process_group if broken else dist.destroy_process_group)()
 
 
 def check_alike(hellos: dict[int, dict[str, Any]]) -> None:
