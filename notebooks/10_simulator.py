@@ -48,8 +48,6 @@ machine.print_env(machine.env_report())
 # What this notebook uses of the package, and of others.
 
 # %%
-import csv
-import json
 import re
 from dataclasses import replace
 from math import inf
@@ -65,18 +63,25 @@ from neo_lite.config import MODELS, EngineConfig
 from neo_lite.cost_model import Profile
 from neo_lite.request import SamplingParams
 from neo_lite.simulator import simulate
+from neo_lite.sweep import curve_of, lines_of
 
 # %% [markdown]
-# The machine that most of it happens on: Llama-3.1-8B on 8 multiprocessors of an H200 with 4, 8 or 14 host threads.
-# It was measured, stage by stage (notebook 08), and is about as fast as the paper's A10G.
+# One style for all figures, four colours, and where the course's data are.
 
 # %%
 plots.use_style()
 BELOW = (0, 0.04, 1, 1)  # leaves room beneath a figure for its source
 GPU, CPU, LINK, GREY = (plots.COLORS[name] for name in ("gpu", "cpu", "link", "paper"))
 DATA = next(p for p in (Path("data"), Path("../data"), Path("neo-lite/data")) if p.is_dir())
+
+# %% [markdown]
+# The machine that most of it happens on: Llama-3.1-8B on 8 multiprocessors of an H200 with 4, 8 or 14 host threads.
+# It was measured, stage by stage (notebook 08), and is about as fast as the paper's A10G.
+
+# %%
 llama = MODELS["llama-3.1-8b"]
 HOSTS = {n: hardware.costs_of(hardware.find(f"h200-8sm-{n}t"), llama) for n in (4, 8, 14)}
+part = hardware.find("h200-8sm-14t")
 costs, SLICE = HOSTS[14], "Llama-3.1-8B on 8 SMs of an H200"
 
 # %% [markdown]
@@ -99,6 +104,7 @@ def toy(costs, arrivals):
         layer_s += sum(costs.prefill_attn(a.prompt_tokens) for a in new) + costs.t_gpu_attn(sum(running.values()))
         running |= {a: a.prompt_tokens for a in new}
         now += costs.num_layers * layer_s + costs.t_head(len(running)) + costs.overhead_s
+        now += costs.prefill_overhead_s if new else 0.0
         running = {a: tokens + 1 for a, tokens in running.items()}
         for a in [a for a, tokens in running.items() if tokens == a.prompt_tokens + a.output_tokens]:
             running.pop(a)
@@ -122,18 +128,22 @@ print(f"equal to the last digit; {len(theirs.iterations)} iterations, {theirs.sp
 # real GPU. Only two things are exchanged: the executor, which asks the cost model instead of computing, and the clock.
 #
 # So it can serve a load that needs decisions. 150 requests of 1,000 + 200 tokens, all at once, with the KV memory that
-# the paper's A10G has. `serve` is what the rest of the notebook calls.
+# the paper's A10G has, and at most 2,048 tokens in an iteration. `serve` is what the rest of the notebook calls.
+
 
 # %%
-BATCH = {"gpu-only": 2048, "gpu-only-unchunked": 20_480, "neo": 20_480}  # tokens in an iteration, as the paper's
-
-
-def serve(mode, output=200, costs=costs, count=150, gpu_kv=26_400, batch=None, rate=inf, keep_plans=False):
-    config = EngineConfig(mode=mode, gpu_kv_tokens=gpu_kv, cpu_kv_tokens=983_040, max_seqs=1024,
-                          max_batched_tokens=batch or BATCH[mode])  # fmt: skip
+def serve(mode, output=200, costs=costs, count=150, gpu_kv=26_400, batch=2048, rate=inf, keep_plans=False):
+    config = EngineConfig(
+        mode=mode, gpu_kv_tokens=gpu_kv, cpu_kv_tokens=983_040, max_seqs=1024, max_batched_tokens=batch
+    )
     return simulate(llama, costs, config, workload.synthetic(count, 1000, output, rate), keep_plans)
 
 
+# %% [markdown]
+# What we want to know of a run is, most of the time, how many requests a second it served:
+
+
+# %%
 def speed(result):
     return metrics.request_throughput(result.requests)
 
@@ -184,8 +194,7 @@ _ = plots.save_figure(fig, "10_runs", "simulated", f"{SLICE}, 14 threads; 150 re
 # GPU-only is full with two dozen requests. NEO has those too; and each prompt, as it passes through the GPU for a third
 # of a second, is time in which the CPU can serve the requests on its side. Their number climbs for as long as
 # there are prompts to hide behind. After that only as many run as hide behind decodes.
-
-# %% [markdown]
+#
 # ## 2. Held against the engine: here
 #
 # A simulator is worth what its predictions are worth. Two things can be wrong with one: it decides differently, or it
@@ -209,7 +218,7 @@ class OneAfterAnother(Profile):
 # %%
 model, card = load_model("smollm2"), machine.gpu()
 pools = dict(gpu_kv_tokens=2048, cpu_kv_tokens=4096, max_batched_tokens=256, cpu_threads=1)
-here = profiler.measure(build_engine(model, **pools).executor)
+here = profiler.measure(build_engine(model, **pools).executor, thorough=True)
 if card is None:
     here = OneAfterAnother(**{name: getattr(here, name) for name in Profile.__dataclass_fields__})
 where = card["name"] if card else f"{machine.cpu_name()}, in the GPU's place too"
@@ -288,19 +297,10 @@ _ = plots.save_figure(fig, "10_here", "measured + simulated")
 
 
 # %%
-def lines_of(path):
-    text = path.read_text()
-    try:
-        value = json.loads(text)
-    except ValueError:  # more than one line
-        value = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return value if isinstance(value, list) else [value]
-
-
 def on_the_slice(run):
     card = run["stamp"]["gpu"] or {"partition_sms": None}
-    alone = run.get("tensor_parallel", 1) == 1 and "rate_per_s" not in run
-    return alone and card["partition_sms"] == 8 and run["model"] == "random:llama-3.1-8b"
+    plain = run["command"].startswith("python") and run.get("tensor_parallel", 1) == 1  # not under an assumption
+    return plain and card["partition_sms"] == 8 and run["model"] == "random:llama-3.1-8b"
 
 
 found = [run for path in sorted((DATA / "recorded").glob("bench_*.json")) for run in lines_of(path)]
@@ -325,15 +325,32 @@ def replay(run):
 # Predicted over recorded; 1.00 is perfect.
 
 # %%
-checked = []
+checked, rates = [], {}
 for run in filter(on_the_slice, found):
     told = metrics.summary(replay(run).requests)
     ratios = [told[name] / run[name] for name in ("requests_per_s", "per_token_latency_s")]
-    name = f"{run['mode']}, {run['requests']} x {run['workload']}"
-    checked.append((name, ratios))
-    print(f"{name:44} recorded {run['requests_per_s']:.2f}/s; throughput {ratios[0]:.2f}, latency {ratios[1]:.2f}")
+    load = f"{run['requests']} x {run['workload']}"
+    checked.append((f"{run['mode']}, {load}", ratios))
+    rates.setdefault(load, {})[run["mode"]] = run["requests_per_s"], told["requests_per_s"]
+    print(
+        f"{checked[-1][0]:34} recorded {run['requests_per_s']:.2f}/s; throughput {ratios[0]:.2f}, latency {ratios[1]:.2f}"
+    )
 
 # %% [markdown]
+# And the gain, which is what it is all about: NEO over GPU-only, run back to back in one command, and as simulated.
+
+# %%
+real_gain = {}
+for load, by_mode in rates.items():
+    if {"gpu-only", "neo"} <= set(by_mode):
+        real, told = (two / one for one, two in zip(by_mode["gpu-only"], by_mode["neo"]))
+        real_gain[int(load.split(",")[-1])] = real  # output tokens
+        print(f"{load}: NEO gains {real - 1:.1%} on the real devices, {told - 1:.1%} in the simulator")
+
+# %% [markdown]
+# A gain is a ratio of two rates. If each is off by some percent, the gain can be off by as many points, and it is. So
+# read the what-ifs below for their shapes, and do not trust a difference of five points.
+#
 # As a picture, if there are any: the shaded band is what the project asks of its simulator, 10 % for throughput and
 # 15 % for latency.
 
@@ -372,13 +389,10 @@ for n, ratios in gain.items():
 # plot; they are other machines, so compare shapes, not heights.
 
 # %%
-with (DATA / "paper/points.csv").open() as file:
-    rows = [r for r in csv.DictReader(file) if (r["figure"], r["method"]) == ("10a", "digitised")]
-PAPER = {name: [(float(r["x"]), float(r["y"])) for r in rows if r["curve"] == name] for name in
-         ("g5.4xlarge", "g5.8xlarge", "g5.16xlarge")}  # fmt: skip
+PAPER = {name: curve_of("10a", name) for name in ("g5.4xlarge", "g5.8xlarge", "g5.16xlarge")}
 
 # %% [markdown]
-# Ours on the left, the paper's on the right, with one scale:
+# Ours on the left, with the recorded runs as stars, the paper's on the right, with one scale:
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), sharey=True)
@@ -386,7 +400,8 @@ shades = ("#f0c48f", "#d9822b", "#8a4b10")
 for (n, ratios), color in zip(gain.items(), shades):
     left.plot(OUTPUTS, ratios, "o-", color=color, label=f"{n} host threads")
 for (name, points), color in zip(PAPER.items(), shades):
-    right.plot(*zip(*points), "s--", color=color, label=name)
+    right.plot(points.keys(), points.values(), "s--", color=color, label=name)
+left.plot(real_gain.keys(), real_gain.values(), "*k", ms=10, label="14 threads, recorded, 300 requests")
 for ax, title in ((left, "simulated: 8 SMs of an H200, 150 requests"), (right, "paper: A10G, 2,000 requests")):
     ax.axhline(1, color=GREY, lw=1)
     ax.set_title(title, size=9)
@@ -394,7 +409,7 @@ for ax, title in ((left, "simulated: 8 SMs of an H200, 150 requests"), (right, "
     ax.legend(fontsize=8)
 left.set_ylabel("NEO / GPU-only")
 fig.tight_layout(rect=BELOW)
-_ = plots.save_figure(fig, "10_output_length", "simulated + paper")
+_ = plots.save_figure(fig, "10_output_length", "simulated + recorded + paper")
 
 # %% [markdown]
 # **What it says.** Longer answers mean more decodes for each prompt, so more for NEO to batch; but also more CPU
@@ -426,33 +441,38 @@ for output in SHORT:
 
 # %% [markdown]
 # **What it says.** Nothing is gained where an answer is a handful of tokens: such a load is prefills, and those the
-# GPU does alone. The differences are a percent either way, swaps on one side and chunks on the other. The paper sees
-# the same, "slightly under 1".
+# GPU does alone. A few percent can be lost, to swaps and to prompts that are not cut. The paper sees the same, "slightly
+# under 1".
 #
 # ### CPU bandwidth
 #
 # How much memory bandwidth does the host need? Leave everything as it is and replace one curve, that of the CPU's
-# attention. What a request costs besides reading stays the same in seconds, so it changes in KV tokens.
+# attention. First, what is in that curve: a bandwidth, and what a stage and a request cost besides reading.
 
 
 # %%
 LAYER_BYTES = llama.kv_bytes_per_token("float16") / llama.num_layers
 BASE_GB_S = 65_536 * LAYER_BYTES / (costs.cpu_attn(131_072) - costs.cpu_attn(65_536)) / 1e9
 FIXED_S, REQUEST_S = costs.cpu_attn(1), costs.cpu_request_tokens * LAYER_BYTES / BASE_GB_S / 1e9
+print(f"14 threads read {BASE_GB_S:.0f} GB/s; a stage costs {1e6 * FIXED_S:.0f} µs, a request {1e6 * REQUEST_S:.1f} µs")
+
+# %% [markdown]
+# The same slice beside another host:
 
 
+# %%
 def with_host(gb_s, fixed_s=FIXED_S, request_s=REQUEST_S):
-    """The slice beside a host that reads `gb_s`, a stage of which costs `fixed_s` and `request_s` for each request."""
     curve = [(n, n * LAYER_BYTES / gb_s / 1e9 + fixed_s) for n in (1, 1_000_000)]
     return replace(costs, cpu_attn=curve, cpu_request_tokens=request_s * gb_s * 1e9 / LAYER_BYTES)
 
 
 # %% [markdown]
-# First the case that we know, to see that the replacement is a fair one:
+# (What a request costs is counted in KV tokens: as many as could be read in that time.) The case that we know, to see
+# that the replacement is a fair one:
 
 # %%
 rebuilt, known = speed(serve("neo", costs=with_host(BASE_GB_S))), speed(runs["neo"])
-print(f"14 threads read {BASE_GB_S:.0f} GB/s; rebuilt {rebuilt:.3f} requests/s, as profiled {known:.3f}")
+print(f"rebuilt {rebuilt:.3f} requests/s, as profiled {known:.3f}")
 assert abs(rebuilt / known - 1) < 0.05
 
 # %% [markdown]
@@ -496,11 +516,14 @@ _ = plots.save_figure(fig, "10_cpu_bandwidth", "simulated", f"{SLICE}, 150 reque
 #
 # ### GPU memory
 #
-# NEO lives on a shortage. Give the card more KV memory, and the shortage goes away:
+# NEO lives on a shortage. Give the card more KV memory, and the shortage goes away. (The profile was measured with a pool
+# of 26,400 tokens. Beyond it, GPU attention goes on at the bandwidth that it had reached.)
 
 # %%
+far = 400_000
+wide = replace(costs, gpu_attn=[*costs.gpu_attn.points, (far, far * LAYER_BYTES / part.gpu_attn_bytes_per_s)])
 POOLS = (6_600, 13_200, 26_400, 52_800, 105_600, 211_200)
-by_pool = {mode: [speed(serve(mode, gpu_kv=pool)) for pool in POOLS] for mode in ("gpu-only", "neo")}
+by_pool = {mode: [speed(serve(mode, costs=wide, gpu_kv=pool)) for pool in POOLS] for mode in ("gpu-only", "neo")}
 for pool, one, two in zip(POOLS, *by_pool.values()):
     print(f"{pool:7,} tokens, {pool / 1200:5.1f} requests: GPU-only {one:.2f}/s, NEO {two:.2f}/s: {two / one:.2f} x")
 
@@ -523,7 +546,7 @@ _ = plots.save_figure(fig, "10_gpu_memory", "simulated", f"{SLICE}, 14 threads; 
 
 # %% [markdown]
 # **What it says.** With a quarter of the A10G's pool NEO doubles the throughput; with four times as much it does
-# nothing, and does no harm to speak of. A smaller card with NEO does what a larger one does without.
+# nothing, give or take two percent. A smaller card with NEO does what a larger one does without.
 #
 # ### Chunked prefill, against NEO and with it
 #
@@ -546,7 +569,7 @@ def middle_gap_s(result):
 
 # %%
 tried = [("gpu-only", 256), ("gpu-only", 512), ("gpu-only", 1024), ("gpu-only-unchunked", 20_480)]
-tried += [("neo", 1024), ("neo", 20_480)]
+tried += [("neo", 2048), ("neo", 20_480)]
 chunked = {key: serve(key[0], batch=key[1]) for key in tried}
 for (mode, batch), result in chunked.items():
     gaps = f"{1e3 * middle_gap_s(result):4.0f} ms in the middle, {1e3 * worst_gap_s(result):4.0f} at the worst 1 %"
@@ -558,13 +581,13 @@ for (mode, batch), result in chunked.items():
 
 # %%
 fig, ax = plt.subplots(figsize=(6.8, 3.8))
-for (mode, _), result in chunked.items():
+names = {"gpu-only": "chunks\nof {:,}", "gpu-only-unchunked": "whole\nprompts", "neo": "NEO"}
+for (mode, batch), result in chunked.items():
     color, marker = (CPU, "s") if mode == "neo" else (GPU, "o" if mode == "gpu-only" else "^")
+    at = 1e3 * worst_gap_s(result), speed(result)
+    ax.annotate(names[mode].format(batch), at, (-12, -28), textcoords="offset points", size=8, color=color)
     ax.plot([1e3 * middle_gap_s(result), 1e3 * worst_gap_s(result)], [speed(result)] * 2, color=color, lw=1, alpha=0.5)
-    ax.plot(1e3 * worst_gap_s(result), speed(result), marker, color=color, ms=7)
-ax.annotate("GPU-only, chunks of 256, 512, 1,024", (100, 1.65), (0, -16), textcoords="offset points", size=8, color=GPU)
-ax.annotate("whole prompts", (600, 1.67), (-30, -16), textcoords="offset points", size=8, color=GPU)
-ax.annotate("NEO, any budget", (390, 2.03), (-40, -16), textcoords="offset points", size=8, color=CPU)
+    ax.plot(*at, marker, color=color, ms=7)
 ax.set(xlabel="ms between two tokens: median to worst 1 %", ylabel="requests/s", ylim=(0, 2.3), xlim=(0, None))
 fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "10_chunked_prefill", "simulated", f"{SLICE}, 14 threads; 150 requests of 1,000 + 200")
@@ -611,13 +634,13 @@ for rate in (1.0, 1.5, 2.0):
     print()
 
 # %% [markdown]
-# Up to 1.5 a second both are the same: nobody waits, so nobody needs the CPU. At 2.0 GPU-only lets people wait for
-# seconds; NEO lets them in at once and serves each more slowly. If yours are few users who want fast answers, leave it.
+# Up to 1.5 a second both are the same: nobody waits, so nobody needs the CPU. At 2.0 GPU-only lets people wait for their
+# first token; NEO lets them in at once and serves each more slowly. If yours are few users who want fast answers, leave it.
 #
 # ### When answers are short, memory is plenty, or the host is slow
 #
 # You have seen these three in section 4: a few output tokens, a pool that holds everybody, a host of a few dozen GB/s
-# beside a GPU that reads 750. Before any simulator, four numbers tell you where you stand. The first: what
+# beside a GPU that reads twenty times as much. Before any simulator, four numbers tell you where you stand. The first: what
 # part of its arithmetic does the GPU use alone, at the batch that its memory allows?
 
 # %%
@@ -625,7 +648,7 @@ in_pool = 26_400 // 1200
 decode_s = costs.num_layers * (costs.t_linear(in_pool) + costs.t_gpu_attn(in_pool * 1100))
 flops = 2 * llama.num_layers * llama.layer_parameters * in_pool / decode_s
 print(f"{in_pool} requests fit: a decode iteration takes {1e3 * decode_s:.0f} ms", end=" ")
-print(f"and does {flops / 1e12:.1f} of 50 TFLOP/s")
+print(f"and does {flops / 1e12:.1f} of {part.gpu_flops_per_s / 1e12:.0f} TFLOP/s")
 
 # %% [markdown]
 # Much to spare. Then, for one request of 1,000 + 200 tokens: the GPU time of its linear stages if they were batched
@@ -635,16 +658,17 @@ print(f"and does {flops / 1e12:.1f} of 50 TFLOP/s")
 token_s = costs.num_layers * (costs.t_linear(2048) - costs.t_linear(1024)) / 1024
 linear_s = 1200 * token_s + costs.num_layers * costs.prefill_attn(1000)
 reads = 200 * 1100 * kv_bytes
+cpu_s, gpu_s = reads / part.cpu_bytes_per_s, reads / part.gpu_attn_bytes_per_s
 print(f"linear stages and prefill {1e3 * linear_s:.0f} ms; KV: {reads / 1e9:.1f} GB,", end=" ")
-print(f"{1e3 * reads / 98e9:.0f} ms on the CPU, {1e3 * reads / 450e9:.0f} ms on the GPU")
+print(f"{1e3 * cpu_s:.0f} ms on the CPU, {1e3 * gpu_s:.0f} ms on the GPU")
 
 # %% [markdown]
 # If the GPU did nothing but the first and both shared the second as well as can be, the rate of requests could not
 # exceed this; and what the CPU can take over at that rate is its share of the KV:
 
 # %%
-on_cpu = min(1.0, linear_s / (reads / 98e9))
-best = 1 / (linear_s + (1 - on_cpu) * reads / 450e9)
+on_cpu = min(1.0, linear_s / cpu_s)
+best = 1 / (linear_s + (1 - on_cpu) * gpu_s)
 print(f"the CPU can serve {on_cpu:.0%} of the decodes; at most {best:.2f} requests/s, where", end=" ")
 print(f"150 simulated requests have {alone[200]:.2f} with GPU-only and {known:.2f} with NEO")
 
@@ -672,7 +696,7 @@ print(f"weights cost as much as {weights // q_k_v_o:,} CPU requests; room for {w
 
 # %%
 def step_s(batch, streamed):
-    compute_s = costs.num_layers * (costs.t_linear(batch) + costs.t_gpu_attn(1100 * batch)) + costs.t_head(batch)
+    compute_s = wide.num_layers * (wide.t_linear(batch) + wide.t_gpu_attn(1100 * batch)) + wide.t_head(batch)
     return max(compute_s, weights / link) if streamed else compute_s
 
 
@@ -890,9 +914,9 @@ def host_solved():
 #
 # | | paper | ours | source |
 # |---|---|---|---|
-# | gain over output length | figures 9, 10a: a peak, then back towards 1 | same shape, lower | simulated: `10_output_length` |
+# | gain over output length | figures 9, 10a: a peak, then back towards 1 | same shape, lower | `10_output_length` |
 # | CPU capacity | figure 10a: memory bandwidth decides | the same; too slow a host is a loss | `10_cpu_bandwidth` |
-# | very short outputs | slightly under 1 | within a percent of 1 | simulated |
+# | very short outputs | slightly under 1 | the same | simulated |
 # | GPU memory | with enough of it, GPU-only | equal from 100,000 tokens on | simulated: `10_gpu_memory` |
 # | chunked prefill | may be combined | compared; not combined, and why | simulated: `10_chunked_prefill` |
 # | weights on the CPU | FlexGen pays in latency | 0.64 s a step | simulated: `10_weights` |
