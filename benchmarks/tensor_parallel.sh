@@ -6,7 +6,10 @@
 #
 # What fits: 70B in bf16 is 141.1 GB, 70.6 GB a rank, beside which a card of 141 GB has room for KV of about 400,000 tokens
 # (164 KB a token and rank). The pools below are smaller, those of the paper's cards of 80 GB, so that the CPU has a part.
-# Threads: all cores but two a GPU. A run that hangs ends at its own limit and costs the others nothing.
+# Threads: all cores but two a GPU. A run that hangs ends at its own limit and costs the others nothing. First, in a
+# checkout with the test packages: python -m pytest tests/test_parallel.py -k two_gpus (the same tokens as on one GPU).
+# Where a virtual machine's MemTotal grows with use, set NEO_LITE_HOST_MEMORY_GIB to what it may grow to.
+# OUT/runs.jsonl becomes data/recorded/tensor_parallel_2xh200.jsonl, which notebook 12 draws.
 set -u
 out=$1 python=${2:-python3}
 mkdir -p "$out"
@@ -24,7 +27,7 @@ run() { # seconds at most, ranks, arguments
     echo "$(date +%T) $ranks: $*" >>"$out/log"
     # shellcheck disable=SC2086
     timeout "$limit" "$python" $launch neo_lite bench "$@" --tensor-parallel "$ranks" --cpu-threads "$threads" \
-        --cpu-kv-gib 48 --json >>"$out/runs.jsonl" 2>>"$out/log" || echo "exit code $?" >>"$out/log"
+        --cpu-kv-gib 24 --json >>"$out/runs.jsonl" 2>>"$out/log" || echo "exit code $?" >>"$out/log"
 }
 
 # shellcheck disable=SC2086
