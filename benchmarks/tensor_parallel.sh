@@ -13,7 +13,8 @@
 set -u
 out=$1 python=${2:-python3}
 mkdir -p "$out"
-threads=$(($(nproc) - 4))
+cores=$(nproc)
+threads=$((cores > 8 ? cores - 4 : cores))
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 decode_heavy="--model random:llama-3.1-8b --dtype bfloat16 --workload synthetic:300,600 --requests 256 --gpu-kv-tokens 262144"
 little_kv="--model random:llama-3.1-8b --dtype bfloat16 --workload synthetic:600,200 --requests 160 --gpu-kv-tokens 40000"
