@@ -61,7 +61,7 @@ class Neo(Scheduler):
             self.waiting.popleft()
             self._admit(request, device, why)
             request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
-        reasons = self._account(chosen, few, rest, prefills)
+        reasons = self._account(chosen, few, rest, prefills, forced)
         why.append(f"{_told(chosen)} against {_told(other)}" if other.requests else _told(chosen))
         pair = (chosen, other)
         return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), pair, reasons, forced)
@@ -173,14 +173,18 @@ class Neo(Scheduler):
             tokens -= kept.pop()[0].num_tokens
         return kept
 
-    def _account(self, chosen: Candidate, few: list[Work], rest: list[Work], prefills: list[Prefill]) -> dict[int, str]:
+    def _account(
+        self, chosen: Candidate, few: list[Work], rest: list[Work], prefills: list[Prefill], forced: tuple[int, ...]
+    ) -> dict[int, str]:
         """Counts who was passed over, and says of each request why it is where it is."""
         reasons = {r.id: "waits: taken back in step 5, down to the floor" for r, _ in prefills}
-        for batch, text in zip(chosen.batches, ("batch-0", "batch-1"), strict=False):
+        for batch, text, spare in zip(chosen.batches, ("batch-0", "batch-1"), chosen.stages.slack[::-1], strict=False):
+            held = "within its inequality" if chosen.stages.holds or spare >= 0 else "though its inequality breaks"
             for w in batch.prefills:
                 reasons[w.request.id] = f"{text}: prefill, KV to the {w.request.device} pool"
             reasons.update((w.request.id, "batch-0: its KV is on the GPU") for w in batch.gpu_decodes)
-            reasons.update((w.request.id, f"{text}: CPU decode within its inequality") for w in batch.cpu_decodes)
+            reasons.update((w.request.id, f"{text}: CPU decode {held}") for w in batch.cpu_decodes)
+            reasons.update((i, f"{text}: CPU decode that has waited too long") for i in forced if i >= 0)
         served = {w.request for batch in chosen.batches for w in (*batch.prefills, *batch.cpu_decodes)}
         on_cpu = [r for r in self.running if r.device == "cpu" and r not in served]
         self.skipped = {r: self.skipped.get(r, 0) + 1 for r in on_cpu}
@@ -199,7 +203,7 @@ class Neo(Scheduler):
             self._drop(victim)
             return "dropped, to be prefilled again"
         moves.append(self.blocks.move(victim, "cpu"))
-        self.running.append(victim)
+        self._enter(victim)
         return "swapped out to the CPU"
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:

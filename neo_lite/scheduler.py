@@ -8,6 +8,7 @@ in the other pool (a swap) or dropped and prefilled again (a recompute) without 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
         self.config, self.blocks = config, blocks
         self.waiting: deque[Request] = deque()  # no KV yet, or dropped
-        self.running: list[Request] = []  # in the order of admission
+        self.running: list[Request] = []  # in order of arrival, whatever pool each came from
         self.parked: deque[Request] = deque()  # KV in the other pool, waiting for room
 
     def check(self, request: Request) -> None:
@@ -116,9 +117,13 @@ class Scheduler:
     def _admit(self, request: Request, device: Device, why: list[str]) -> Request:
         request.device = device
         self.blocks.grow(request, request.num_tokens)
-        self.running.append(request)
+        self._enter(request)
         why.append(f"r{request.id} admitted: {request.num_tokens} tokens in {len(request.block_table)} {device} blocks")
         return request
+
+    def _enter(self, request: Request) -> None:
+        """Among those that run, by arrival: who came back or was swapped out keeps its age."""
+        insort(self.running, request, key=lambda r: r.id)
 
     def _room(self, request: Request, device: Device, slack: int = 0) -> bool:
         """Room for all its tokens, `slack` blocks, and a block for each that runs there, so that none leaves at once."""
@@ -148,7 +153,7 @@ class Scheduler:
             request = self.parked.popleft()
             moves.append(self.blocks.move(request, self.home))
             self.blocks.grow(request, request.num_tokens)
-            self.running.append(request)
+            self._enter(request)
             why.append(f"r{request.id} comes back: {self.blocks.free(self.home)} {self.home} blocks stay free")
 
     def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:

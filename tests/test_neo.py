@@ -125,6 +125,37 @@ def test_whoever_waits_too_long_runs_in_a_plan_that_names_it():
     assert ids(plans[-1].batches[1].cpu_decodes) == [1] and min(plans[-1].candidates[0].stages.slack) < 0
 
 
+def test_the_explanation_of_a_forced_plan_says_whose_inequality_breaks():
+    s = scheduler(gpu_blocks=5)
+    running(s, "gpu", 40, 0)
+    running(s, "cpu", 500, 1)
+    reasons = [s.plan(0.0) for _ in range(Neo.PATIENCE + 1)][-1].reasons
+    assert reasons[1] == "batch-1: CPU decode that has waited too long"
+    lone = scheduler(gpu_blocks=5)
+    for i in range(2):
+        running(lone, "cpu", 60, i)
+    plan = lone.plan(0.0)
+    assert plan.forced == (-1,) and not plan.candidates[0].stages.holds
+    assert "CPU decode though its inequality breaks" in plan.reasons[0] + plan.reasons[1]
+
+
+def test_who_is_swapped_out_keeps_its_age_and_the_newest_of_a_full_pool_makes_way():
+    """r0 needs three blocks: r2 and then r1 leave the GPU. When r1 then needs seven and six are free, r3 makes way."""
+    s = scheduler(gpu_blocks=6, cpu_blocks=13)
+    for i, device in enumerate(("gpu", "gpu", "gpu", "cpu")):
+        running(s, device, 30 if device == "cpu" else 20, i)
+
+    def grown(request: Request, tokens: int):
+        request.output += [1] * tokens
+        request.num_computed += tokens
+        return s.plan(0.0)
+
+    assert [m.request.id for m in grown(s.running[0], 21).moves] == [2, 1]
+    assert [r.id for r in s.running] == [0, 1, 2, 3], "not in the order of leaving"
+    assert grown(s.running[1], 65).why[0].startswith("r3 makes way: cpu pool of 13 blocks full")
+    assert [r.id for r in s.running] == [0, 1, 2] and s.waiting[0].id == 3
+
+
 def test_with_nothing_on_the_gpu_the_cpu_decodes_run_all_the_same():
     s = scheduler(gpu_blocks=5)
     for i in range(3):
