@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from neo_lite.config import DTYPE_BYTES, HardwareSpec, ModelConfig, NeoLiteError
+from neo_lite.config import DTYPE_BYTES, HardwareSpec, ModelConfig, NeoLiteError, is_int, is_number
 from neo_lite.request import SubBatch, Work
 
 Points = Sequence[tuple[float, float]]  # (x, seconds), x rising, seconds never falling
@@ -134,8 +134,13 @@ class Profile:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if f.type == "Curve" and not isinstance(getattr(self, f.name), Curve):
-                object.__setattr__(self, f.name, Curve([tuple(p) for p in getattr(self, f.name)]))
+            value = getattr(self, f.name)
+            if f.type in ("int", "float") and not (is_number(value) and 0 <= value < np.inf):
+                raise NeoLiteError(f"a profile's {f.name} is {value!r}: give a number from 0 on")
+            if f.type == "Curve" and not isinstance(value, Curve):
+                object.__setattr__(self, f.name, Curve([tuple(p) for p in value]))
+        if not is_int(self.num_layers) or not self.num_layers:
+            raise NeoLiteError(f"a profile's num_layers is {self.num_layers!r}: give a whole number from 1 on")
 
     # ---- One stage ----
 
@@ -231,10 +236,12 @@ class Profile:
     @staticmethod
     def load(path: str | Path) -> Profile:
         try:
-            return Profile(**json.loads(Path(path).read_text()))
+            profile = Profile(**json.loads(Path(path).read_text()))
+            _ = profile.source  # its stamp can be read
+            return profile
         except OSError as error:
             raise NeoLiteError(f"profile {path} cannot be read: {error.strerror}") from None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise NeoLiteError(f"{path} holds no profile ({error}): make one with python -m neo_lite profile") from None
 
 

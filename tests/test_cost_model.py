@@ -190,6 +190,30 @@ def test_a_file_that_holds_no_profile_is_refused_in_one_line(text, said, tmp_pat
     assert "\n" not in str(error.value) and "p.json" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_layers", 0, "num_layers is 0: give a whole number from 1 on"),
+        ("num_layers", 1.5, "num_layers is 1.5"),
+        ("num_layers", "x", "num_layers is 'x'"),
+        ("overhead_s", float("nan"), "overhead_s is nan: give a number from 0 on"),
+        ("overhead_s", -1.0, "overhead_s is -1.0"),
+        ("cpu_request_tokens", "a", "cpu_request_tokens is 'a'"),
+        ("threads", None, "threads is None"),
+        ("stamp", [1], "holds no profile"),
+        ("stamp", {"gpu": 5}, "holds no profile"),
+        ("stamp", {"gpu": {"name": "T4"}}, "holds no profile"),
+    ],
+)
+def test_a_profile_with_a_value_that_no_machine_has_is_refused_when_it_is_loaded(tmp_path, field, value, said):
+    PROFILE.save(tmp_path / "p.json")
+    row = {**json.loads((tmp_path / "p.json").read_text()), field: value}
+    (tmp_path / "p.json").write_text(json.dumps(row))
+    with pytest.raises(NeoLiteError, match=said) as error:
+        Profile.load(tmp_path / "p.json")
+    assert "\n" not in str(error.value) and "p.json holds no profile" in str(error.value)
+
+
 # ---- Rooflines ----
 
 
