@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -28,9 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # a full disk, a letter that the terminal's encoding lacks
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python flushes again at its end
-        print(f"neo_lite: the output cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"neo_lite: the output cannot be written: {getattr(error, 'strerror', error)}", file=sys.stderr)
         return 1
 
 
@@ -122,7 +123,7 @@ def run_profile(args: argparse.Namespace) -> int:
         gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=args.cpu_kv_tokens, cpu_threads=args.cpu_threads,
         max_batched_tokens=args.max_batched_tokens,
     )  # fmt: skip
-    machine.check_writable("--out", args.out)
+    machine.check_writable("--out", args.out or ".")
     model = load_model(args.model, args.device, args.dtype)
     start_s = time.perf_counter()
     profile = profiler.measure(Pipeline(model, config, Timeline(enabled=False)), thorough=True)
@@ -199,7 +200,7 @@ def run_figures(args: argparse.Namespace) -> int:
 def _command(name: str, args: argparse.Namespace) -> str:
     """The command line that gives these settings."""
     skip = ("command", "json", "trace")
-    options = (f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if k not in skip)
+    options = (f"--{k.replace('_', '-')} {shlex.quote(str(v))}" for k, v in vars(args).items() if k not in skip)
     return f"python -m neo_lite {name} " + " ".join(options)
 
 

@@ -25,7 +25,7 @@ from neo_lite import machine, metrics
 from neo_lite.api import build_engine, load_model
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cost_model import Profile
-from neo_lite.engine import Engine
+from neo_lite.engine import Engine, check_sampling
 from neo_lite.model import Llama
 from neo_lite.profiler import measure_all_reduce
 from neo_lite.request import Request, SamplingParams
@@ -45,6 +45,8 @@ def main(args: argparse.Namespace, ranks: Any = None) -> int:
     costs = Profile.load(Path(args.profile)) if args.profile else None
     arrivals = parse(args.workload, args.requests, seed=args.seed)
     model = load_model(args.model, args.device, args.dtype, ranks)
+    for a in arrivals:  # before a prompt of that length is made
+        check_sampling(SamplingParams(a.output_tokens), a.prompt_tokens, model.whole)
     for mode in args.mode.split(","):
         result = measure(args, mode, model, arrivals, costs)
         print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()), flush=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from neo_lite import metrics
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.cost_model import Profile, Stages
-from neo_lite.engine import Engine
+from neo_lite.engine import Engine, check_sampling
 from neo_lite.request import IterationPlan, Request, SamplingParams
 from neo_lite.timeline import Timeline
 from neo_lite.workload import Arrival
@@ -186,8 +186,10 @@ def simulate(
 
 def _add(engine: Engine, arrival: Arrival, index: int) -> Request:
     """Queues a request as of its arrival, which may lie within the iteration that has just ended."""
+    sampling = SamplingParams(arrival.output_tokens, ignore_eos=True)
     try:
-        request = engine.add(_prompt(arrival.prompt_tokens), SamplingParams(arrival.output_tokens, ignore_eos=True))
+        check_sampling(sampling, arrival.prompt_tokens, engine.model)  # before a prompt of that length is made
+        request = engine.add(_prompt(arrival.prompt_tokens), sampling)
     except NeoLiteError as error:
         raise NeoLiteError(f"request {index} of the workload: {error}") from None
     request.arrival_s = arrival.time_s

@@ -68,3 +68,8 @@ def test_the_soak_sees_what_is_wrong():
         {**sound, "ends": {"failed": 1}, "blocks_leaked": {"gpu": 2, "cpu": 0}, "growth_bytes": {"gpu": 1 << 30}}
     )
     assert len(faults) == 3 and "failed" in faults[0] and "2 gpu blocks" in faults[1] and "gpu grew" in faults[2]
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_it_is_made(capsys):
+    assert main(["bench", "--model", "random:tiny", "--device", "cpu", "--workload", "synthetic:999999999,1"]) == 1
+    assert "exceeds the model's 2048 positions" in capsys.readouterr().err

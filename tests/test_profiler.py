@@ -142,6 +142,7 @@ def test_a_profile_is_measured_from_a_shell_and_simulated_with(tmp_path, capsys)
     ("arguments", "said"),
     [
         (["--out", "no/such/folder/x.json"], "--out no/such/folder/x.json cannot be written"),
+        (["--out", ""], "--out . cannot be written"),
         (["--out", "x.json", "--model", "random:nothing"], "random:nothing"),
         (["--out", "x.json", "--max-batched-tokens", "0"], "max_batched_tokens is 0"),
         (["--model", "random:tiny"], "--out"),

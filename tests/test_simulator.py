@@ -190,7 +190,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(capsys):
 
 
 def parser_words(command: str) -> list[str]:
-    return shlex.split(command)[3:]
+    words = shlex.split(command)  # a setting of the environment may stand before them
+    return words[words.index("neo_lite") + 1 :]
 
 
 def test_a_trace_of_a_run_opens_in_perfetto(tmp_path, capsys):
@@ -214,6 +215,7 @@ def test_a_trace_of_a_run_opens_in_perfetto(tmp_path, capsys):
         (["--dtype", "int8"], "dtype 'int8' is unknown: choose float16"),
         (["--rate", "0"], "rate is 0.0: give requests per second"),
         (["--requests", "0"], "count is 0"),
+        (["--workload", "synthetic:999999999,5"], "exceeds the model's 131072 positions: shorten"),  # at once
         (["--workload", "synthetic:140000,5"], "exceeds the model's 131072 positions: shorten"),
         (["--gpu-kv-tokens", "64", "--policy", "gpu-only"], "raise gpu_kv_tokens"),
         (["--gpu-kv-tokens", "-5"], "gpu_kv_tokens is -5"),
@@ -278,8 +280,8 @@ def test_the_engines_recorded_runs_are_predicted(name, run):
     model = MODELS[args.model.removeprefix("random:")]
     profiles = (fitting(path, model.name, run) for path in sorted(hardware.DATA_DIR.glob("profiles/*.json")))
     costs = next(filter(None, profiles), None)
-    if costs is None or args.num_sms == 0:
-        pytest.skip(f"no shipped profile is of {name}'s machine, model and threads")
+    if costs is None or args.num_sms == 0 or not run["command"].startswith("python"):  # NEO_LITE_ASSUME: other kernels
+        pytest.skip(f"no shipped profile is of {name}'s machine, kernels, model and threads")
     tokens = int(args.cpu_kv_gib * 2**30 / model.kv_bytes_per_token(run["dtype"]))
     config = EngineConfig(
         run["mode"], gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=tokens, max_batched_tokens=args.max_batched_tokens,
