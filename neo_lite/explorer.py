@@ -21,7 +21,7 @@ import numpy as np
 
 from neo_lite import hardware, workload
 from neo_lite.blocks import Blocks
-from neo_lite.config import MODELS, EngineConfig, ModelConfig, NeoLiteError
+from neo_lite.config import MODELS, EngineConfig, ModelConfig, NeoLiteError, is_int
 from neo_lite.cost_model import Candidate, Curve, Profile, Stages
 from neo_lite.engine import check_sampling
 from neo_lite.neo import POLICIES
@@ -75,6 +75,13 @@ def scene(**changes: Any) -> SimpleNamespace:
     """The values of `SCENE`, some of them changed."""
     if unknown := changes.keys() - SCENE.keys():
         raise NeoLiteError(f"the explorer has no {sorted(unknown)[0]!r}: choose from {', '.join(SCENE)}")
+    for name, value in changes.items():
+        _, kind, start, about = SCENE[name]
+        least, numbers = about.get("min", 0), kind in ("IntSlider", "BoundedIntText")
+        if numbers and not (is_int(value) and value >= least or value is start):
+            raise NeoLiteError(f"{name} is {value!r}: give a whole number from {least} on")
+        if name == "model" and value not in MODELS:
+            raise NeoLiteError(f"model {value!r} is unknown: choose one of {', '.join(MODELS)}")
     return SimpleNamespace(**{name: changes.get(name, value) for name, (_, _, value, _) in SCENE.items()})
 
 
@@ -93,7 +100,7 @@ def build(s: SimpleNamespace) -> tuple[ModelConfig, Profile, EngineConfig]:
     """What the simulator takes. Raises NeoLiteError, as if the machine cannot hold the model."""
     costs, gpu_tokens, cpu_tokens, gb_per_s = of_machine(s.machine, s.model)
     wanted = gb_per_s if s.cpu_gb_per_s is None else s.cpu_gb_per_s
-    if not wanted > 0:
+    if not 0 < wanted < np.inf:
         raise NeoLiteError(f"the CPU reads {wanted} GB/s: give a number above 0")
     factor, least_s = wanted / gb_per_s, costs.cpu_attn.points[0][1]  # what a CPU decode costs besides reading stays
     curve = Curve([(x, least_s + (y - least_s) / factor) for x, y in costs.cpu_attn.points])
@@ -105,6 +112,10 @@ def build(s: SimpleNamespace) -> tuple[ModelConfig, Profile, EngineConfig]:
 def decide(**changes: Any) -> View:
     """What the policy plans for the next iteration of a scene."""
     s = scene(**changes)
+    if s.policy not in SCENE["policy"][3]["options"]:
+        raise NeoLiteError(
+            f"policy {s.policy!r} weighs nothing: choose from {', '.join(SCENE['policy'][3]['options'])}"
+        )
     model, costs, config = build(s)
     check_sampling(SamplingParams(s.output_tokens), max(s.prompt_tokens, s.gpu_tokens, s.cpu_tokens), model)
     blocks = Blocks(config.num_gpu_blocks, config.num_cpu_blocks, config.block_size)

@@ -163,6 +163,12 @@ def test_the_first_who_waits_says_where_step_3_stopped_and_the_others_wait_behin
         ({"on_gpu": 64}, "the gpu pool of 26,400 KV tokens is full at request 24: take fewer, shorten them"),
         ({"gpu_kv_tokens": 0}, "gpu_kv_tokens is 0: give a whole number from 1 on"),
         ({"machine": "abacus"}, "hardware 'abacus' is unknown: choose"),
+        ({"model": "gpt-2"}, "model 'gpt-2' is unknown: choose one of tiny"),
+        ({"policy": "gpu-only"}, "policy 'gpu-only' weighs nothing: choose from asymmetric"),
+        ({"waiting": 2.5}, "waiting is 2.5: give a whole number from 0 on"),
+        ({"prompt_tokens": float("nan")}, "prompt_tokens is nan: give a whole number from 10 on"),
+        ({"gpu_kv_tokens": float("inf")}, "gpu_kv_tokens is inf: give a whole number from 0 on"),
+        ({"cpu_gb_per_s": float("inf")}, "the CPU reads inf GB/s: give a number above 0"),
         ({"speed": 3}, "the explorer has no 'speed': choose from machine, model"),
     ],
 )
