@@ -64,7 +64,8 @@ import torch.nn.functional as F
 # %%
 from neo_lite import attention, exercise, kernel_bench, load_model, plots, quality
 from neo_lite.config import MODELS
-from neo_lite.cpu_attention import KERNELS_DIR, RUNGS, Kernel, KernelSpec, load_kernel
+from neo_lite.cpu_attention import RUNGS, Kernel, KernelSpec, load_kernel
+from neo_lite.kernel_build import KERNELS_DIR
 
 # %% [markdown]
 # Two shapes serve as examples: Llama-2-7B, where each of 32 query heads has K and V of its own (MHA), and
@@ -340,6 +341,9 @@ plt.show()
 # - Vectors take most of those instructions away. From there on, it is memory that the kernel waits for.
 # - On MHA the last rung does the same sums as the one below. It keeps more reads in flight and wastes fewer words.
 # - With GQA the lower rungs go through each row four times, and do not see that they could have kept it.
+# - torch's own attention hands blocks of 512 rows and a single query to its BLAS. What that makes of fp16 depends on the
+#   processor. On the AMD core that these runs are from, MKL takes its default path and spends two thirds of the time in
+#   turning fp16 into floats, number by number (`perf record`: `hfcopy`), with GQA once more for each query head.
 #
 # ## 4. What changes it
 #
@@ -702,8 +706,8 @@ print(f"error {first_error:.0e}")
 assert first_error < 2e-3
 
 # %% [markdown]
-# Now an edit, as you would make it. Scalar loops are what kept rung 2 down; in vectors from `simd.h` the two inner
-# loops become:
+# Now an edit, as you would make it. Scalar loops are what kept rung 2 down; in vectors (`simd.h`, `vectors.h`) the two
+# inner loops become:
 
 # %%
 SCALAR_K = "for (int d = 0; d < D; d++) score += q[d] * to_float(k[d]);"
