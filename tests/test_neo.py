@@ -259,7 +259,7 @@ def test_every_request_ends_and_every_plan_is_sound(mode):
 def test_every_request_ends_and_every_plan_is_sound_many_times(mode):
     share = {"neo": 0.5}.get(mode, 0.5 / (len(POLICIES) - 1))
 
-    @settings(max_examples=int(os.environ.get("NEO_LITE_CASES", CASES) * share), deadline=None,
+    @settings(max_examples=int(float(os.environ.get("NEO_LITE_CASES", CASES)) * share), deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(costs=profiles, load=loads, gpu=st.integers(1, 12), cpu=st.integers(1, 16), budget=st.integers(1, 64),
            seqs=st.integers(1, 8))  # fmt: skip
