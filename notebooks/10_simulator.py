@@ -585,7 +585,8 @@ names = {"gpu-only": "chunks\nof {:,}", "gpu-only-unchunked": "whole\nprompts", 
 for (mode, batch), result in chunked.items():
     color, marker = (CPU, "s") if mode == "neo" else (GPU, "o" if mode == "gpu-only" else "^")
     at = 1e3 * worst_gap_s(result), speed(result)
-    ax.annotate(names[mode].format(batch), at, (-12, -28), textcoords="offset points", size=8, color=color)
+    beside = (10, -3) if mode == "neo" else (-12, -28)
+    ax.annotate(names[mode].format(batch), at, beside, textcoords="offset points", size=8, color=color)
     ax.plot([1e3 * middle_gap_s(result), 1e3 * worst_gap_s(result)], [speed(result)] * 2, color=color, lw=1, alpha=0.5)
     ax.plot(*at, marker, color=color, ms=7)
 ax.set(xlabel="ms between two tokens: median to worst 1 %", ylabel="requests/s", ylim=(0, 2.3), xlim=(0, None))
