@@ -56,9 +56,9 @@ def check_arguments(args: argparse.Namespace, started: int) -> None:
         launch = f"python -m torch.distributed.run --nproc-per-node {count} -m neo_lite {shlex.join(sys.argv[1:])}"
         raise NeoLiteError(f"{asked} needs {count} ranks, not {started}: {launch}")
     if count > 1 and (args.device not in ("auto", "cpu", "cuda") or getattr(args, "num_sms", 0)):
-        raise NeoLiteError(
-            f"{asked}: each rank takes a whole GPU by its number: no --num-sms, and --device cuda or cpu"
-        )
+        raise NeoLiteError(f"{asked}: each rank takes a whole GPU by its number: --device cuda, and no --num-sms")
+    if count > 1 and getattr(args, "profile", ""):
+        raise NeoLiteError(f"{asked}: a --profile is of one GPU: leave it out, and the ranks measure together")
 
 
 class RayRank:

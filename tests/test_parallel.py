@@ -364,6 +364,8 @@ def test_ranks_that_would_all_do_the_same_are_refused(capsys, monkeypatch):
     assert "2 ranks were started and would all do the same: add --tensor-parallel 2" in refused(capsys)
     said = refused(capsys, "--tensor-parallel", "2", "--device", "cuda:1")
     assert "each rank takes a whole GPU by its number" in said
+    assert main(["bench", "--tensor-parallel", "2", "--profile", "one.json"]) == 1
+    assert "a --profile is of one GPU: leave it out" in capsys.readouterr().err
     monkeypatch.delenv("MASTER_PORT")
     assert "$MASTER_PORT is not set: start the ranks by" in refused(capsys, "--tensor-parallel", "2")
 
