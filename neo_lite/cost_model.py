@@ -203,7 +203,9 @@ class Profile:
     @cached_property
     def ridge_tokens(self) -> int:
         """Where the linear stage leaves the memory-bound regime: reading the weights takes as long as the arithmetic."""
-        (x0, y0), (x1, y1) = self.linear.points[max(0, len(self.linear.points) - 2)], self.linear.points[-1]
+        x1, y1 = self.linear.points[-1]
+        low = [p for p in self.linear.points if 4 * p[0] <= x1]  # a long stretch: a short one is at the mercy of noise
+        x0, y0 = low[-1] if low else self.linear.points[0]
         per_token_s = (y1 - y0) / (x1 - x0) if x1 > x0 else 0.0
         return max(1, round(self.linear(1) / per_token_s)) if per_token_s > 0 else 1
 
