@@ -74,7 +74,7 @@ def measure(
         "ran_on": ran_on(model.device, stamp, args.cpu_threads), "workload": args.workload,
         "workload_source": workload_source(args.workload), "requests": args.requests,
         "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens, "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP,
-        "repeats": 1, "seconds": run.seconds, "requests_per_s_30_70": metrics.window_throughput(run.requests),
+        "repeats": 1, "seconds": run.seconds,
         **metrics.summary(run.requests), **run.report(), **busy(timeline), **graphs(engine),
         **({"all_reduce_s": model.shard.together(measure_all_reduce, engine.executor).points} if model.shard else {}),
         "tensor_parallel": args.tensor_parallel, "stamp": stamp,

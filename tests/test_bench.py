@@ -28,6 +28,7 @@ def test_json_says_how_fast_and_on_what(mode, compiler, capsys, tmp_path):
     assert main([*SMALL, "--mode", mode, "--json", "--trace", str(trace)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["requests"] == 6 and result["requests_per_s"] > 0 and result["tpot_p50_s"] > 0
+    assert "requests_per_s_30_70" not in result, "too few requests for figure 10a's window"
     assert "threads" in result["ran_on"] and result["stamp"]["cpu"]
     assert 0 < result["recorded_iterations"] < sum(result["iterations"].values())
     assert set(result["iteration_s"]) | set(result["recorded_iteration_s"]) == set(result["iterations"])
