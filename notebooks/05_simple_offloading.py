@@ -228,28 +228,34 @@ report(measured)
 
 # %%
 DATA = next(p for p in (Path("data"), Path("../data"), Path("neo-lite/data")) if p.is_dir())
-saved = json.loads((DATA / "recorded/h200_8sm_simple_offloading.json").read_text())
-part = saved["stamp"]["gpu"]
+saved = json.loads((DATA / "recorded/h200_8sm_pipelines.json").read_text())
+part, case = saved["stamp"]["gpu"], saved["cases"]["simple"]
 about = f"{part['partition_sms']} SMs of an {part['name']}, {saved['threads']} host threads"
-print(f"{saved['model']}, {saved['requests']} requests of {saved['context_tokens']:,} tokens; {about}")
+load = f"{case['requests']} requests of {saved['seq_len']:,} tokens"
+print(f"recorded: {saved['model']}, {load}; {about}; {1e3 * case['iteration_s']:.1f} ms an iteration")
 
 # %% [markdown]
 # Its events make a `Timeline` like any other:
 
 # %%
 recorded = Timeline()
-for lane, name, start_s, end_s, layer in saved["events"]:
-    recorded.record(lane, name, start_s, end_s, layer=layer)
+for lane, name, start_s, end_s, layer, batch in case["events"]:
+    recorded.record(lane, name, start_s, end_s, layer=layer, batch=batch)
 report(recorded)
 
 # %% [markdown]
-# The whole iteration is the same picture as often as there are layers. Zoom in on three of them.
+# The whole iteration is the same picture as often as there are layers. Cut three of them out, from the start of one `pre`
+# to the start of the `pre` three layers later.
 
 
 # %%
-def layers(t, first, last):
-    inside = [e for e in t.events if e.args.get("layer") in range(first, last + 1)]
-    return t.between(min(e.start_s for e in inside), max(e.end_s for e in inside))
+def cut(t, first, count):
+    starts = {e.args["layer"]: e.start_s for e in t.events if (e.name, e.args.get("batch")) == ("pre", 0)}
+    start_s, end_s = starts[first], starts[first + count]
+    part = Timeline()
+    for e in t.between(start_s, end_s).events:
+        part.record(e.lane, e.name, max(e.start_s, start_s), min(e.end_s, end_s), **e.args)
+    return part
 
 
 # %% [markdown]
@@ -258,12 +264,14 @@ def layers(t, first, last):
 
 # %%
 def draw(t, ax, title):
-    part = layers(t, 10, 12)
+    part = cut(t, 10, 3)
     part.plot(ax, legend=False)
-    ax.set_title(f"{title}; layers 10 to 12", size=9)
-    ax.grid(axis="y", alpha=0)
     idle = [f"{lane} ({1 - t.busy_fraction(lane):.0%} idle)" for lane in part.lanes()]
-    ax.set_yticks(range(len(idle)), idle, size=9)
+    ax.set_yticks(range(len(idle)), idle, size=8)
+    ax.set_title(title, size=9, loc="left")
+    ax.set_xlabel("ms (three layers)")
+    ax.set_xlim(left=0)
+    ax.grid(axis="y", alpha=0)
 
 
 # %% [markdown]
@@ -271,14 +279,13 @@ def draw(t, ax, title):
 # `o` back, `post` (output projection and the whole feed-forward block) on the GPU again.
 
 # %%
-fig, axes = plt.subplots(2, 1, figsize=(8.6, 4.9), height_ratios=[1, 1.6])
-draw(measured, axes[0], f"measured: {model.config.name}, 8 requests of 1,000 tokens\n{here}")
-size = f"{saved['requests']} requests of {saved['context_tokens']:,} tokens"
-draw(recorded, axes[1], f"recorded: Llama-3.1-8B's shape, {size}\n{about}")
+fig, axes = plt.subplots(2, 1, figsize=(8.8, 5), height_ratios=[2, 3])
+draw(measured, axes[0], f"measured, 8 decodes of 1,000 tokens; {here}")
+draw(recorded, axes[1], f"recorded, {load}; {about}")
 axes[0].set_xlabel("")
-entries = {text: bar for ax in axes for bar, text in zip(*ax.get_legend_handles_labels())}
-fig.legend(entries.values(), entries.keys(), loc="lower left", ncols=5, fontsize=8)
-fig.tight_layout(rect=(0, 0.06, 1, 1))
+entries = {text: bar for ax in axes[::-1] for bar, text in zip(*ax.get_legend_handles_labels())}
+fig.legend(entries.values(), entries.keys(), loc="upper center", ncols=6, fontsize=8)
+fig.tight_layout(rect=(0, 0.03, 1, 0.95))
 _ = plots.save_figure(fig, "05_timeline", "measured + recorded")
 
 # %% [markdown]
@@ -392,10 +399,12 @@ table(ours_s, COUNT * TOKENS * model.config.kv_bytes_per_token(str(model.dtype)[
 
 # %% [markdown]
 # Without a GPU the "link" is a copy within your own memory, faster than a real one; and the GPU's attention is torch's,
-# which on a processor is no match for a kernel written for it. So judge by a real link. This was recorded beside the
-# timeline above:
+# which on a processor is no match for a kernel written for it. So judge by a real link. This was recorded on the machine
+# of the timeline above, with more requests:
 
 # %%
+saved = json.loads((DATA / "recorded/h200_8sm_simple_offloading.json").read_text())
+print(f"{saved['requests']} requests of {saved['context_tokens']:,} tokens, one layer of Llama-3.1-8B")
 theirs, kv_bytes, link_gb_per_s = (saved[name] for name in ("per_layer_s", "kv_bytes_per_layer", "link_gb_per_s"))
 theirs_s = dict(zip(WAYS, (theirs["cpu_attention"], theirs["link_copy"], theirs["swap_in_and_gpu_attention"])))
 table(theirs_s, kv_bytes)
@@ -452,17 +461,17 @@ for name, t in (("measured", measured), ("recorded", recorded)):
 #
 # Overlap needs two batches, so that one can be on the GPU while the other is on the CPU.
 # - **Symmetric pipelining** (FastDecode) cuts the batch into two equal halves and lets them take turns. The weights are
-#   then read twice, prefills still leave the CPU idle, and all the GPU's KV memory stays empty.
+#   then read twice, prefills still leave the CPU idle, and all the GPU's KV memory stays empty. That is notebook 06.
 # - **Asymmetric pipelining** (NEO) makes the two batches different on purpose. Batch-0 has the prefills and the
 #   requests whose KV stays on the GPU: long on the GPU, next to nothing on the CPU. Batch-1 has the CPU's requests:
-#   short on the GPU, long on the CPU. The long stage of each hides behind the long stage of the other.
+#   short on the GPU, long on the CPU. The long stage of each hides behind the long stage of the other: notebook 07.
 #
 # ## Summary
 # - A decode's attention needs a few KiB of q, k, v and o in each layer; its KV is hundreds of times more.
 # - Moved to the CPU, it gives the same tokens.
 # - In simple offloading one batch is one chain: GPU and CPU wait for each other, always.
 # - Swapping the KV in at every step replaces the host memory's bandwidth by the link's, which is smaller.
-# - With perfect overlap an iteration would take as long as its busier side. The next notebooks go for that.
+# - With perfect overlap an iteration would take as long as its busier side. The next two notebooks go for that.
 #
 # ## Exercises
 #
