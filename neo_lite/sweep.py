@@ -191,7 +191,7 @@ def compute(wanted: Sequence[Run], every: Sequence[Run]) -> None:
 
     rows = read(path := cached())[1]
     write(path, rows.values())
-    missing = [r for r in wanted if r not in rows]
+    missing = [r for r in dict.fromkeys(wanted) if r not in rows]
     workers = max(1, min(machine.usable_cores(), len(missing)))
     with get_context("spawn").Pool(workers, _worker) as pool, path.open("a") as file:
         for row in tqdm(pool.imap_unordered(simulate, missing), total=len(missing), unit=" runs", disable=not missing):
