@@ -76,7 +76,7 @@ class Panel(NamedTuple):
         return f"synthetic:{self.prompt},{output}"
 
 
-_H100, _A10G = (1, 2, 3, 3.4, 3.6, 3.8, 4, 4.2, 4.4, 4.6), (0.4, 0.8, 1.2, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2)
+_H100, _A10G = (1, 2, 3, 3.4, 3.6, 3.8, 4, 4.2, 4.4, 4.6, 5, 5.5), (0.4, 0.8, 1.2, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2)
 LOADS = {
     "6a": Load("2xh100", "azure-code", (VLLM, *NEO), _H100, 2.0),
     "6b": Load("a10g-g5.4xlarge", "azure-code", (VLLM, *NEO), _A10G, 2.0),
