@@ -56,7 +56,7 @@ def test_committed_points_are_those_of_this_code_and_no_more():
     [
         run("t4-g4dn.4xlarge", "neo-released", "osc", 3.5),
         run("a10g-g5.16xlarge", "neo", "synthetic:1000,50"),
-        run("2xh100", "gpu-only", "azure-code", 3.2),
+        run("2xh100", "gpu-only", "azure-code", 3.4),
     ],
     ids=str,
 )
