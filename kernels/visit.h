@@ -70,13 +70,16 @@ struct Streams {
       for (int j = 0; j < S; j++) k_scale[t * S + j] = numbers[0][j][t], v_scale[t * S + j] = numbers[1][j][t];
   }
 };
-// Each row is read once, so it may go past the L2 cache. AMD's cores gain by that (GQA on 2 cores of Zen 5: 0.80 of the
-// streaming read instead of 0.72); Intel's lose a third and more (MHA on 16 of Sapphire Rapids: 84 GB/s instead of 127).
+// Into which cache a row is asked for. On two cores of each, as a share of the streaming read: Zen 5 gains by going past the
+// L2 cache, since a row is read once (GQA 0.80, through L1 0.72); Zen 4 by stopping there (GQA 0.77, MHA 0.90; through L1 or
+// past L2 0.70 and 0.82). Intel's lose a third past L2 (MHA on 16 cores of Sapphire Rapids: 84 GB/s, through L1 127).
 static inline void prefetch(const KV* p) {
-#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+#if !defined(__znver3__) && !defined(__znver4__) && !defined(__znver5__)
+  __builtin_prefetch(p, 0, 3);
+#elif defined(__AVX512VP2INTERSECT__)  // Zen 5, which an older compiler takes for a Zen 3
   __builtin_prefetch(p, 0, 0);
 #else
-  __builtin_prefetch(p, 0, 3);
+  __builtin_prefetch(p, 0, 2);
 #endif
 }
 
