@@ -108,7 +108,9 @@ def on_ray(args: argparse.Namespace) -> int:
         ended = ray.wait(runs[:1], timeout=2 * GRACE_S)[0] or first  # rank 0 is not far behind, and says why
         stage = f"rank {runs.index(ended[0])} died"
         code, out, err = ray.get(ended[0])
-    except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+    except NeoLiteError:
+        raise
+    except Exception as error:  # Ray raises many kinds, its own and plain ones
         raise NeoLiteError(f"{stage}: {str(error).strip().splitlines()[0]}") from None
     finally:
         ray.shutdown()

@@ -281,9 +281,15 @@ WORDS = (
 @pytest.mark.parametrize("executor", ["torch", "ray"])
 def test_the_command_line_says_the_same(executor, mark, compiler):
     alone = subprocess.run([sys.executable, "-m", "neo_lite", *WORDS], cwd=ROOT, capture_output=True, text=True)
-    run = (on_torchrun if executor == "torch" else on_ray)(*WORDS, **mark)
-    out, err = run.communicate(timeout=300)
+    for _ in range(3):
+        run = (on_torchrun if executor == "torch" else on_ray)(*WORDS, **mark)
+        out, err = run.communicate(timeout=300)
+        if TOO_BUSY not in err:
+            break
     assert run.returncode == 0 and last_json(out)["tokens"] == last_json(alone.stdout)["tokens"], err
+
+
+TOO_BUSY = "Ray does not start: The current node timed out"  # after 30 s, whatever else the machine has to do
 
 
 def on_torchrun(*words: str, **environment: str) -> subprocess.Popen[str]:
@@ -305,7 +311,10 @@ def test_a_ray_actor_that_is_killed_ends_the_run(mark):
     bench = "--model random:tiny --device cpu --workload synthetic:100,1000 --requests 40 --gpu-kv-tokens 100000"
     run = on_ray("bench", *bench.split(), "--cpu-kv-gib", "0.01", **mark)
     actors: list[int] = []
-    while len(actors) < 2 and run.poll() is None:
+    while len(actors) < 2:
+        if run.poll() is not None:
+            assert TOO_BUSY in run.communicate()[1]
+            run = on_ray("bench", *bench.split(), "--cpu-kv-gib", "0.01", **mark)
         time.sleep(0.5)
         actors = [pid for pid, line in marked(mark) if line.startswith("ray::RayRank.main")]
     time.sleep(10)  # into the run, on an idle machine; the outcome is the same before it
