@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -175,8 +174,8 @@ def run_simulate(args: argparse.Namespace) -> int:
         middle = len(result.iterations) // 2
         Path(args.trace).write_text(json.dumps(result.timeline(middle, middle + 24).chrome_trace()))
     row = {
-        "command": _command("simulate", args), "source": "simulated", "hardware": args.hardware, "stage_times": costs.source,
-        "model": model.name, "dtype": args.dtype, "policy": args.policy, "workload": args.workload,
+        "command": machine.command_line("simulate", args), "source": "simulated", "hardware": args.hardware,
+        "stage_times": costs.source, "model": model.name, "dtype": args.dtype, "policy": args.policy, "workload": args.workload,
         "lengths": workload.source(args.workload), "rate_per_s": args.rate if args.rate < float("inf") else None,
         "seed": args.seed, "gpu_kv_tokens": config.gpu_kv_tokens, "cpu_kv_tokens": config.cpu_kv_tokens, **result.summary(),
     }  # fmt: skip
@@ -197,13 +196,6 @@ def run_figures(args: argparse.Namespace) -> int:
     from neo_lite import figures
 
     return figures.main(args)
-
-
-def _command(name: str, args: argparse.Namespace) -> str:
-    """The command line that gives these settings."""
-    skip = ("command", "json", "trace")
-    options = (f"--{k.replace('_', '-')} {shlex.quote(str(v))}" for k, v in vars(args).items() if k not in skip)
-    return f"python -m neo_lite {name} " + " ".join(options)
 
 
 def run_kernel_bench(args: argparse.Namespace) -> int:

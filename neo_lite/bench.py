@@ -197,9 +197,6 @@ def graphs(engine: Engine) -> dict[str, Any]:
 
 
 def command_of(args: argparse.Namespace) -> str:
-    skip = ("command", "json", "trace")
     ranks = args.tensor_parallel if args.executor == "torch" else 1
-    launch = f"torch.distributed.run --nproc-per-node {ranks} -m " if ranks > 1 else ""
-    return f"python -m {launch}neo_lite bench " + " ".join(
-        f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if k not in skip and v != ""
-    )
+    launcher = f"torch.distributed.run --nproc-per-node {ranks} -m " if ranks > 1 else ""
+    return machine.command_line("bench", args, launcher)

@@ -12,13 +12,11 @@ import ctypes
 import dataclasses
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from neo_lite import machine
 from neo_lite.config import MODELS, ModelConfig, NeoLiteError
 from neo_lite.cpu_attention import DTYPES, KERNELS_DIR, RUNGS, KernelSpec, build_library, load_kernel
 from neo_lite.kv_cache import host_tensor
+from neo_lite.machine import last_level_cache_bytes
 
 CASES = ((16, 1000), (1, 32768))  # sequences x tokens
 BLOCK_SIZE = 16
@@ -35,17 +34,6 @@ NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "int8": "int8
 AHEAD = ((0, 0), (1, 1024), (1, 2048), (1, 4096), (2, 2048), (2, 4096), (3, 1024), (3, 4096))  # cache level, bytes
 PROBES = [(streams, *how) for streams in (1, 2, 4, 8) for how in AHEAD]
 SEGMENT_BYTES = 128 << 20  # read by one measurement
-
-
-def last_level_cache_bytes() -> int:
-    """Of all cores that this process may use: each of their last-level caches once."""
-    caches: dict[str, int] = {}
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
-    for folder in (Path(f"/sys/devices/system/cpu/cpu{core}/cache/index3") for core in cores):
-        if (folder / "size").is_file():
-            shared = (folder / "shared_cpu_list").read_text()
-            caches[shared] = int((folder / "size").read_text().strip().removesuffix("K")) * 1024
-    return sum(caches.values()) or 32 << 20
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ Torch-free at the top, like everything above it. Who calls it: `cpu_attention` (
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib
@@ -14,6 +15,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -204,7 +206,7 @@ def measure_read_bandwidth(threads: int = 0, repeats: int = 5) -> dict[str, Any]
     torch = _torch()
     if torch is None:
         return {"gb_per_s": None, "method": "not measured: torch is not installed"}
-    size = min(max(4 * _last_level_cache_bytes(), GIB // 4), GIB, available_memory_bytes() // 4)
+    size = min(max(4 * last_level_cache_bytes(), GIB // 4), GIB, available_memory_bytes() // 4)
     threads, before, times_s = threads or usable_cores(), torch.get_num_threads(), []
     torch.set_num_threads(threads)
     buffer = torch.ones(size // 4, dtype=torch.float32)  # ones: untouched zeros would all be one cached page
@@ -217,10 +219,22 @@ def measure_read_bandwidth(threads: int = 0, repeats: int = 5) -> dict[str, Any]
     return {"gb_per_s": speed, "method": "torch sum, fp32", "threads": threads, "bytes": buffer.nbytes}
 
 
-def _last_level_cache_bytes() -> int:
-    """Of core 0, from sysfs; 32 MiB where it is not told."""
-    match = re.match(r"(\d+)K", _read("sys/devices/system/cpu/cpu0/cache/index3/size"))
-    return int(match[1]) * 1024 if match else 32 << 20
+def last_level_cache_bytes() -> int:
+    """Of all cores that this process may use: each of their last-level caches once; 32 MiB where sysfs does not tell."""
+    caches: dict[str, int] = {}
+    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}:
+        folder = f"sys/devices/system/cpu/cpu{core}/cache/index3"
+        if match := re.match(r"(\d+)K", _read(f"{folder}/size")):
+            caches[_read(f"{folder}/shared_cpu_list")] = int(match[1]) * 1024
+    return sum(caches.values()) or 32 << 20
+
+
+def command_line(name: str, args: argparse.Namespace, launcher: str = "") -> str:
+    """The command that gives these settings, for results to name; what only says how to print is left out."""
+    values = (
+        (k.replace("_", "-"), v) for k, v in vars(args).items() if k not in ("command", "json", "trace") and v != ""
+    )
+    return f"python -m {launcher}neo_lite {name} " + " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in values)
 
 
 def compiler() -> str | None:

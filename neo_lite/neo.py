@@ -26,7 +26,7 @@ class Neo(Scheduler):
     """NEO's scheduler. Where the paper's steps would let a request starve or the engine stall, it departs from them:
 
     - A CPU decode that was skipped comes first the next time; after `PATIENCE` iterations it runs whatever the
-      inequalities and x/T say, one a time (the plan is then `forced`).
+      inequalities and x/T say, one at a time (the plan is then `forced`).
     - With nothing on the GPU neither inequality leaves room for anything: the CPU decodes then run as two halves.
     - Swapping in keeps a twentieth of the GPU pool free (hysteresis), unless nothing runs on the GPU, so that a request
       longer than that is not locked out.
