@@ -341,7 +341,9 @@ def draw_timeline(name: str, source: str) -> Drawn:
                        label=stage + (", batch-1" if batch else ""), color=STAGES[stage], alpha=0.55 if batch else 1)  # fmt: skip
     ax.set_yticks(range(len(lanes)), lanes)
     ax.invert_yaxis()
-    ax.set(xlabel="time (ms)", title=f"{kind}: {TIMELINES[name][0]}, layers {first} to {first + 2}, 8 SMs of an H200")
+    ax.set(
+        xlabel="time (ms)", title=f"{kind} on 8 SMs of an H200:\n{TIMELINES[name][0]}, layers {first} to {first + 2}"
+    )
     legend(fig, [ax], 3)
     spans = [(t.span_s[1] - t.span_s[0]) / len(layers) * 1e3 for t in found.values()]
     shares = [
@@ -383,7 +385,7 @@ def draw_workflow() -> Drawn:
     rows = [(x, y, w, stage, BLUE) for y in (3.9, 0.6) for x, w, stage in zip(lefts, widths, stages)]
     fig, ax = canvas([*rows, (2.8, 2.3, 4.3, "KV cache: all tokens so far", YELLOW)], 1.6)
     ax.text(0, 5.0, "prefill: a whole prompt at once, bound by arithmetic", size=6)
-    ax.text(0, 0.1, "decode: the token just sampled, one a request, bound by memory", size=6)
+    ax.text(0, 0.1, "decode: one token a request, bound by memory", size=6)
     ax.text(7.4, 2.7, f"{stages[1]} to {stages[3]}:\nonce a layer", size=6, va="center")
     arrows(ax, (4.95, 3.85, 4.95, 3.2), (4.95, 2.25, 4.95, 1.5))
     return fig, []
