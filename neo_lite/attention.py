@@ -8,9 +8,9 @@
     view     which tokens belong to which sequence, and where its KV lies
     out      [tokens, q_heads, head_dim]
 
-A decode is a sequence with one new token; its KV is read through the block table. A prefill attends to its own fresh
-k and v, and reads the pool only for what an earlier chunk left there, so that it also serves a prompt whose KV leaves
-for the other device. Each query head h uses KV head h // group_size (GQA).
+A decode is a sequence with one new token; its KV is read through the block table. A whole prompt attends to its own
+fresh k and v, and never looks into the pool, so that it also serves one whose KV leaves for the other device; a later
+chunk finds all of them there. Each query head h uses KV head h // group_size (GQA).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from neo_lite.config import NeoLiteError
 from neo_lite.cpu_attention import Kernel, KernelSpec, load_kernel
@@ -62,10 +63,7 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, v
     out, row = torch.empty_like(q), 0
     for i, (count, seq_len) in enumerate(zip(view.query_lens, view.lens)):
         part = slice(row, row := row + count)
-        keys, values = k[part], v[part]
-        if count < seq_len:
-            before = (c[: seq_len - count] for c in gather(k_cache, v_cache, view, i))
-            keys, values = (torch.cat(pair) for pair in zip(before, (keys, values)))
+        keys, values = (k[part], v[part]) if count == seq_len else gather(k_cache, v_cache, view, i)
         out[part] = _sdpa(q[part], keys, values, causal=count > 1)
     return out
 
@@ -131,17 +129,16 @@ def kernel_for(q: Tensor, k_cache: Tensor) -> Kernel:
 def gather(k_cache: Tensor, v_cache: Tensor, view: View, i: int) -> tuple[Tensor, Tensor]:
     """K and V of sequence i as [seq_len, kv_heads, head_dim]; the tail of its last block, never written, cut off."""
     seq_len, block_size = view.lens[i], k_cache.shape[2]
-    blocks = view.block_table[i, : -(-seq_len // block_size)].long()
-    k, v = (c[blocks].transpose(1, 2).flatten(0, 1)[:seq_len] for c in (k_cache, v_cache))
-    return k, v
+    blocks = view.block_table[i, : -(-seq_len // block_size)]
+    k, v = (c.index_select(0, blocks).transpose(0, 1).flatten(1, 2)[:, :seq_len] for c in (k_cache, v_cache))
+    return k.transpose(0, 1), v.transpose(0, 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """[new, q_heads, d] x [all, kv_heads, d] -> [new, q_heads, d]; the new tokens are the last of all."""
     new, total, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
-    mask = None
-    if causal and new < total:  # is_causal would align the first query with the first key
-        mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+    # is_causal would align the first query with the first key; an explicit mask would keep torch from its flash kernel
+    mask = causal_lower_right(new, total) if causal and new < total else None
     if group > 1 and q.is_cuda and capability(q.device) < (8, 0):
         # without the flash kernel, torch's memory-efficient one is left, which knows no GQA (or a third, which writes out
         # all scores)

@@ -12,6 +12,7 @@ pays where the GPU is faster than that. A capture costs 27 to 50 ms, once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from neo_lite.rows import Rows
 from neo_lite.streams import Cuda, Host
 
 KEPT = 32  # graphs; of a model with 32 layers and two sub-batches, each takes 8 MB of GPU memory
+EAGER = 4  # iterations of a combination before it is captured: many never come again
 Sizes = tuple[tuple[int, ...], ...]
 
 
@@ -30,19 +32,18 @@ class Graphs:
     def __init__(self, forward: Callable[[list[Rows]], Tensor], cache: KVCache, streams: Cuda | Host) -> None:
         self.forward, self.cache, self.streams = forward, cache, streams
         self.captures = self.replays = 0
-        self.seen: set[Sizes] = set()
+        self.seen: Counter[Sizes] = Counter()
         self.captured: dict[Sizes, tuple[list[Rows], Callable[[], Tensor]]] = {}
 
     def run(self, batches: list[Rows]) -> Tensor:
         """The logits of sub-batches without prefills; valid until the next run."""
         sizes = tuple(rows.sizes for rows in batches)
-        if sizes not in self.seen:
-            self.seen.add(sizes)
+        self.seen[sizes] += 1
+        if self.seen[sizes] <= EAGER:
             return self.forward(batches)
         if sizes not in self.captured:
             if len(self.captured) == KEPT:
-                self.seen.remove(oldest := next(iter(self.captured)))
-                del self.captured[oldest]
+                del self.captured[next(iter(self.captured))]
             fixed = [rows.copy() for rows in batches]
             self.captured[sizes] = fixed, self.streams.capture(lambda: self.forward(fixed))
             self.captures += 1

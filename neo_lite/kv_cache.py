@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neo_lite.attention import has_triton
 from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
 from neo_lite.machine import check_memory
 from neo_lite.request import OTHER, Device, Move
@@ -44,6 +45,7 @@ class KVPool:
         self._by_gpu: dict[str, Tensor] = {}
         if device.type == "cpu" and torch.cuda.is_available():
             self._by_gpu = {n: gpu_view(t) for n, t in self.tensors.items()}
+        self.one_kernel = torch.cuda.is_available() and has_triton(torch.device("cuda")) and not self.int8
 
     @property
     def k(self) -> Tensor:
@@ -69,11 +71,16 @@ class KVPool:
         self.put(layer, k, v, torch.from_numpy(self.places(slots.cpu().numpy())).to(k.device))
 
     def put(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> None:
-        """The same, with `places(slots)` worked out before, once for all layers: int64.
+        """The same, with `places(slots)` worked out before, once for all layers: int64, for Triton's kernel int32 too.
 
         From the GPU into the CPU pool it is a kernel that writes pinned host memory over the link.
         """
         tensors = self.seen(k.is_cuda)
+        if self.one_kernel and k.is_cuda:
+            from neo_lite import gpu_kernels
+
+            gpu_kernels.store(k, v, tensors["k"][layer], tensors["v"][layer], places)
+            return
         for name, x in (("k", k), ("v", v)):
             if self.int8:
                 x, scale = quantize(x)
@@ -120,11 +127,11 @@ class KVCache:
             "cpu": KVPool(model, config.num_cpu_blocks, config.block_size, on_cpu, host, "cpu"),
         }
 
-    def prepare(self, move: Move) -> Swap:
-        """A move whose layers can be copied one by one."""
-        source, target = self.pools[OTHER[move.target]], self.pools[move.target]
-        blocks = (torch.tensor(b, device=self.device) for b in (move.source_blocks, move.target_blocks))
-        return Swap(source, target, *blocks)
+    def prepare(self, *moves: Move) -> Swap:
+        """Moves that all go the same way, whose layers can be copied one by one."""
+        (to,) = {move.target for move in moves}
+        pairs = [pair for move in moves for pair in zip(move.source_blocks, move.target_blocks, strict=True)]
+        return Swap(self.pools[OTHER[to]], self.pools[to], *torch.tensor(pairs, device=self.device).T.contiguous())
 
     def swap(self, move: Move) -> None:
         """Copies a whole request to its new blocks."""
@@ -135,7 +142,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Swap:
-    """One request's way from pool to pool. Both pools are addressed from the device that holds the index tensors."""
+    """The way of some requests from pool to pool. Both pools are addressed from the device that holds the index tensors."""
 
     source: KVPool
     target: KVPool
@@ -144,6 +151,12 @@ class Swap:
 
     def layer(self, layer: int) -> None:
         """Copies one layer's blocks."""
+        if self.source.one_kernel and self.target.one_kernel and self.from_blocks.is_cuda:
+            from neo_lite import gpu_kernels
+
+            k, v, to_k, to_v = (p.seen(True)[name][layer] for p in (self.source, self.target) for name in "kv")
+            gpu_kernels.copy_blocks(k, v, to_k, to_v, self.from_blocks, self.to_blocks)
+            return
         on_gpu, dtype = self.from_blocks.is_cuda, (self.source if self.target.int8 else self.target).k.dtype
         for name in ("k", "v"):
             x = self.source.read(on_gpu, name, layer, self.from_blocks, dtype)

@@ -32,7 +32,7 @@ from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cpu_attention import CompilerMissing, Kernel
 from neo_lite.graphs import Graphs
-from neo_lite.kv_cache import KVCache
+from neo_lite.kv_cache import KVCache, Swap
 from neo_lite.model import Llama, sample
 from neo_lite.request import IterationPlan
 from neo_lite.rows import Part, Rows, rows_of
@@ -78,7 +78,8 @@ class Pipeline:
     def _run(self, plan: IterationPlan) -> dict[int, int]:
         self.streams.begin()
         try:
-            swapped = self._swap(plan)
+            swap = self.cache.prepare(*plan.moves) if plan.moves else None  # its tensors live until all of it has run
+            swapped = self._start(swap, plan) if swap else []
             batches = [rows_of(b, self.cache, TABLE_STEP if self.graphs else 1) for b in plan.batches if len(b)]
             requests = [r for rows in batches for r in rows.samples]
             decodes_only = not swapped and not any(rows.prefills.works for rows in batches)
@@ -153,21 +154,11 @@ class Pipeline:
             leave = partial(self.cache.pools["cpu"].put, layer, k[rows.to_cpu.rows], v[rows.to_cpu.rows], to_cpu)
             self.streams.aside("d2h", "store", leave, reads=(k, v), layer=layer)
 
-    def _swap(self, plan: IterationPlan) -> list[Any]:
+    def _start(self, swap: Swap, plan: IterationPlan) -> list[Any]:
         """Starts the moves of requests between the pools; for each layer what its compute has to wait for."""
-        if not plan.moves:
-            return []
-        moves = [self.cache.prepare(move) for move in plan.moves]
-        lane = "d2h" if plan.moves[0].target == "cpu" else "h2d"
-        what = {"requests": [m.request.id for m in plan.moves]}
-        reads = tuple(t for move in moves for t in (move.from_blocks, move.to_blocks))
-
-        def swap_layer(layer: int) -> None:
-            for move in moves:
-                move.layer(layer)
-
+        lane, ids = "d2h" if swap.target.name == "cpu" else "h2d", [m.request.id for m in plan.moves]
         layers = range(self.model.config.num_layers)
-        return [self.streams.aside(lane, "swap", partial(swap_layer, i), reads, layer=i, **what) for i in layers]
+        return [self.streams.aside(lane, "swap", partial(swap.layer, i), layer=i, requests=ids) for i in layers]
 
     def _cpu_backend(self) -> tuple[Backend, Kernel | None]:
         """The C++ kernel, compiled now if it is not yet; torch, with a word about it, where no compiler is found."""

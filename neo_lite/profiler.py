@@ -19,6 +19,7 @@ import torch
 
 from neo_lite import attention, machine
 from neo_lite.cost_model import Curve, Profile
+from neo_lite.graphs import EAGER
 from neo_lite.pipeline import Pipeline
 from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work
 from neo_lite.rows import Part, view_of
@@ -282,10 +283,10 @@ def _with_overheads(pipeline: Pipeline, profile: Profile) -> Profile:
 
 
 def _excess_s(pipeline: Pipeline, profile: Profile, batches_of: Callable[[int], tuple[SubBatch, ...]]) -> float:
-    """The median of what iterations take beyond the estimate, three of them to warm up and to capture a graph."""
+    """The median of what iterations take beyond the estimate, the first of them to warm up and to capture a graph."""
     excess_s: list[float] = []
-    spent_s = 0.0
-    for i in range(3 + ROUNDS):
+    spent_s, warm_up = 0.0, EAGER + 1 if pipeline.graphs else 3
+    for i in range(warm_up + ROUNDS):
         if i > 1 and spent_s > 4 * POINT_S:
             break  # slow enough to tell
         plan = IterationPlan("profile", batches_of(i))
@@ -295,4 +296,4 @@ def _excess_s(pipeline: Pipeline, profile: Profile, batches_of: Callable[[int], 
         spent_s += taken_s
         sampling = sum(len(batch) for batch in plan.batches)
         excess_s.append(taken_s - profile.iteration_s(profile.stages(plan.batches), sampling))
-    return max(0.0, statistics.median(excess_s[3:] or excess_s[1:]))
+    return max(0.0, statistics.median(excess_s[warm_up:] or excess_s[1:]))

@@ -82,7 +82,8 @@ class Cuda:
         self, timeline: Timeline, decode: Backend, kernel: Kernel, model: ModelConfig, config: EngineConfig
     ) -> None:
         self.timeline, self.decode, self.kernel, self.config = timeline, decode, kernel, config
-        self.copies, self.cpu = torch.cuda.Stream(), torch.cuda.Stream()
+        # whatever copies KV is short, and goes before the rest of a matrix product that has begun
+        self.copies, self.cpu = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
         leave_cores(config.cpu_threads)
         dtype = getattr(torch, kernel.spec.dtype)
         self.staging = [Staging(config.max_seqs, model, dtype) for _ in range(2)]
@@ -109,7 +110,8 @@ class Cuda:
         with torch.cuda.stream(self.copies), self.stage(lane, name, **args):
             work()
         done = self.copies.record_event()
-        self._reading.append((done, reads))  # or their memory would go to the compute stream's next tensors meanwhile
+        if reads:  # or their memory would go to the compute stream's next tensors meanwhile
+            self._reading.append((done, reads))
         if len(self._reading) > 2:
             torch.cuda.current_stream().wait_event(self._reading.popleft()[0])  # two layers ago: over long since
         return done

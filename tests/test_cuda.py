@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -89,6 +91,23 @@ def test_swaps_between_gpu_and_pinned_memory(target):
     torch.cuda.synchronize()
     for a, b in zip((5, 1, 3), (2, 7, 0), strict=True):
         assert torch.equal(to.k[:, b].cpu(), source.k[:, a].cpu())
+
+
+@pytest.mark.parametrize("pool, kv_dtype", [("gpu", "auto"), ("cpu", "auto"), ("cpu", "int8")])
+@pytest.mark.parametrize("heads, dim", [(8, 128), (3, 80)])
+def test_new_keys_and_values_are_stored_as_on_the_host(heads, dim, pool, kv_dtype):
+    """Parts of a fused projection, whose tokens lie apart, against the same pool filled by torch on the host."""
+    model = dataclasses.replace(MODELS["tiny"], num_kv_heads=heads, head_dim=dim)
+    config = EngineConfig(block_size=4, gpu_kv_tokens=64, cpu_kv_tokens=64, cpu_kv_dtype=kv_dtype)
+    both = [KVCache(model, config, torch.float16, torch.device(d)).pools[pool] for d in ("cuda", "cpu")]
+    qkv = torch.randn(11, 3 * heads, dim, dtype=torch.float16, device="cuda")
+    _, k, v = qkv.split(heads, dim=1)
+    places = torch.from_numpy(both[0].places(np.random.default_rng(0).permutation(64)[:11]))
+    both[0].put(1, k, v, places.cuda())
+    both[1].put(1, k.cpu(), v.cpu(), places)
+    torch.cuda.synchronize()
+    for name, tensor in both[1].tensors.items():
+        assert torch.equal(both[0].tensors[name].cpu(), tensor), name
 
 
 @new_gpu
