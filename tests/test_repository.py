@@ -35,7 +35,7 @@ CONTROL_PLANE = [
 ]  # fmt: skip
 # What a request passes on its way from its tokens to its sampled token, top to bottom.
 WAY = [
-    "config", "request", "blocks", "cost_model", "scheduler", "neo", "engine", "kv_cache", "cpu_attention", "attention", "model",
+    "config", "request", "blocks", "cost_model", "scheduler", "neo", "engine", "cpu_attention", "attention", "kv_cache", "model",
     "rows", "streams", "graphs", "pipeline",
 ]  # fmt: skip
 APPLICATIONS = [
@@ -44,8 +44,8 @@ APPLICATIONS = [
 # Called along the way and read when needed: `machine` (what hardware this is), `checkpoint` (files of weights),
 # `kernel_build` (the C++ compiler), `gpu_kernels` (those in Triton).
 ORDER = [
-    "__init__", "config", "machine", *CONTROL_PLANE[1:], "hardware", "checkpoint", "kv_cache", "kernel_build",
-    "cpu_attention", "gpu_kernels", "attention", "model", "rows", "streams", "graphs", "pipeline", "profiler", "api",
+    "__init__", "config", "machine", *CONTROL_PLANE[1:], "hardware", "checkpoint", "kernel_build", "cpu_attention",
+    "gpu_kernels", "attention", "kv_cache", "model", "rows", "streams", "graphs", "pipeline", "profiler", "api",
     "quality", "bench", "kernel_bench", "parallel", "launch", "plots", "exercise", "sweep", "figures", "explorer",
     "__main__",
 ]  # fmt: skip
