@@ -45,11 +45,11 @@ static inline size_t row_of(const AttentionArgs& a, int b, int head, int t) {
 static inline void store_row(const T* x, T* row, half*) { memcpy(row, x, D * sizeof(T)); }
 // int8: one scale for each token and head, so that a new token never changes an older one's numbers.
 static inline void store_row(const T* x, int8_t* row, half* scale) {
-  float most = 0;
-  for (int d = 0; d < D; d++) most = std::max(most, std::fabs(to_float(x[d])));
-  from_float(most / 127, scale);
+  vf most = {};
+  for (int d = 0; d < D; d += W) most = max(magnitude(load(x + d)), most);
+  from_float(max(most) / 127, scale);
   const float s = to_float(*scale);  // as rounded: what the reader will multiply with
-  for (int d = 0; d < D; d++) row[d] = s > 0 ? std::lrint(std::min(127.f, std::max(-127.f, to_float(x[d]) / s))) : 0;
+  for (int d = 0; d < D; d += W) store_rounded(row + d, s > 0 ? max(min(load(x + d) / s, vf{} + 127.f), vf{} - 127.f) : vf{});
 }
 // Stores the new token's K and V at position seq_len - 1 of sequence b.
 static inline void append(const AttentionArgs& a, int b) {

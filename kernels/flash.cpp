@@ -2,7 +2,7 @@
 // * Work is cut into spans of tokens, of long and short sequences alike, shared out among the threads as they come free;
 //   each span leaves (o, m, l), and a merge weighs the spans of a sequence (flash decoding).
 // * Every K and V row is read once for all query heads that share it (GQA). Two passes a span: K, then V.
-// * Memory is read in several streams at once, each in strict order, each asked for one tile ahead (visit.h).
+// * Memory is read in several streams at once, each in strict order, each asked for one tile ahead (streams.h).
 // MHA 45 GB/s (0.84 to 0.90 of the streaming read), GQA 42 (0.77 to 0.81): 2.1 and 4.8 x the rung below. Steps on the way:
 // rows shared by the group, spans, one stream read 4 rows at a time by columns, prefetched: 0.84 / 0.68. Four streams, each
 // in strict order: 0.87 / 0.74. Weights in the same pass as scores and spans of up to 1,024 tokens: 3 % each on GQA.
@@ -10,10 +10,11 @@
 // H200's host, where MHA then reads 0.90 to 0.93 and GQA 0.81 to 0.84 of the streaming read. Without gain: prefetching a line
 // of later pages for the TLB, a second prefetch nearby (into L2 either), reading whole rows of V for two heads at a time,
 // lengths that fall with what is left (odd remainders cost more than they even out).
-#include "visit.h"
+#include "values.h"
 
 // ---- One span of one sequence, all heads ----
-static void attend(const AttentionArgs& a, const Span& span, const Query* q, const float* unit, Softmax* soft, float* w, Partial* out) {
+static void attend(const AttentionArgs& a, const Span& span, const Query* q, const float* unit, Softmax* soft, float* w,
+                   Partial* out) {
   const int visits = (span.tokens + VISIT - 1) / VISIT;
   for (int i = 0; i < a.kv_heads * CHUNKS; i++) {
     std::fill(std::begin(soft[i].m), std::end(soft[i].m), -1e30f);  // not infinity: that, less itself, is no number
@@ -46,10 +47,7 @@ static void attend(const AttentionArgs& a, const Span& span, const Query* q, con
     for (int h = 0; h < a.kv_heads; h++) {
       const Streams v(a, a.v_cache, a.v_cache, span, i * VISIT, h);
       for_chunks([&](auto n, int c) {
-        constexpr int C = std::min(SUMS / n, D / W), LEFT = D / W % C;
-        const float* weights = soft[h * CHUNKS + c].w + i * ROOM;
-        for (int d = 0; d + C * W <= D; d += C * W) values<n, C>(weights, v, out + h * G + c * MOST, d);
-        if constexpr (LEFT > 0) values<n, LEFT>(weights, v, out + h * G + c * MOST, D - LEFT * W);
+        values<n>(soft[h * CHUNKS + c].w + i * ROOM, v, out + h * G + c * MOST);
       });
     }
 }

@@ -4,8 +4,19 @@
 #include "simd.h"
 
 static inline vf splat(float x) { return x - vf{}; }
+static inline vf to_floats(vf v) { return v; }
+static inline vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
+// Rounded to the nearest, ties to even: adding 1.5 * 2^23 leaves an integer in the low bits.
+static inline vi round_to_int(vf v) { return (vi)(v + 12582912.f) - 0x4b400000; }
+template <class E> static inline void store_rounded(E* p, vf v) {
+  typedef E ve __attribute__((vector_size(W * sizeof(E))));
+  const ve x = __builtin_convertvector(round_to_int(v), ve);
+  memcpy(p, &x, sizeof x);
+}
 static inline float sum(vf v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 static inline vf max(vf a, vf b) { return a > b ? a : b; }  // a NaN in a is dropped here, but not by exp2
+static inline vf min(vf a, vf b) { return a < b ? a : b; }
+static inline vf magnitude(vf v) { return max(v, -v); }
 static inline float max(vf v) { float m = v[0]; for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m; return m; }
 
 // Lane i of the result: a[A(i)], or b[A(i) - W] from W on.
@@ -16,14 +27,14 @@ static inline float max(vf v) { float m = v[0]; for (int i = 1; i < W; i++) m = 
 #endif
 using Lanes = std::make_index_sequence<W>;
 // In every 2 H lanes: H sums of a's (lane i and lane i + H), then H of b's.
-template <int H, size_t... I> static inline vf fold(vf a, vf b, std::index_sequence<I...>) {
-  const vf kept = (vi){(I & H ? -1 : 0)...} ? b : a, moved = SHUFFLE(a, b, (int)(I & H ? W + I - H : I + H)...);
+template <int H, class V, size_t... I> static inline V fold(V a, V b, std::index_sequence<I...>) {
+  const V kept = (vi){(I & H ? -1 : 0)...} ? b : a, moved = SHUFFLE(a, b, (int)(I & H ? W + I - H : I + H)...);
   return kept + moved;
 }
 // Adds up the lanes of N vectors, N a power of two, 3 instructions a vector instead of 7. With H = W / 2 the result has
 // W / N partial sums of v[0], then of v[1] ...; Q = W / N such results go through it again with H = Q / 2, and each lane
 // is a sum: of vector i of result q in lane i * Q + q.
-template <int N, int H> static inline vf fold_all(vf* v) {
+template <int N, int H, class V> static inline V fold_all(V* v) {
   if constexpr (N > 1) {
 #pragma GCC unroll 16
     for (int i = 0; i < N / 2; i++) v[i] = fold<H>(v[i], v[i + N / 2], Lanes());
@@ -31,6 +42,19 @@ template <int N, int H> static inline vf fold_all(vf* v) {
   } else {
     return v[0];
   }
+}
+
+// Like cards: the numbers of the second half between those of the first, E at a time. log2(N) riffles of N rows, one after
+// the other, bring together what stands in one column.
+template <int E, size_t... I> static inline void riffle(vf a, vf b, vf* out, std::index_sequence<I...>) {
+  out[0] = SHUFFLE(a, b, (int)(I / E % 2 * W + I / E / 2 * E + I % E)...);
+  out[1] = SHUFFLE(a, b, (int)(I / E % 2 * W + I / E / 2 * E + I % E + W / 2)...);
+}
+template <int E, int N> static inline void riffle(vf (&x)[N]) {
+  vf out[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N / 2; i++) riffle<E>(x[i], x[i + N / 2], out + 2 * i, Lanes());
+  memcpy(x, out, sizeof x);
 }
 
 // 2^x for x <= 126, to 2e-7; below 2^-126 (minus infinity too) it gives 2^-126, a NaN stays one.

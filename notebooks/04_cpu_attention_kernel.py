@@ -274,8 +274,8 @@ print(changes("openmp.cpp", "simd.cpp"))
 print(function("flash.cpp", "static void merge"))
 
 # %% [markdown]
-# The rest of the file decides who computes which span. Most of its speed comes from `visit.h`: the order of the reads
-# and the prefetches, which took some thirty variants to find.
+# The rest of the file decides who computes which span. Most of its speed comes from `streams.h`, the order of the reads
+# and the prefetches, which took some thirty variants to find; `scores.h` and `values.h` are what is done with K and V.
 #
 # ### The climb
 #
