@@ -86,8 +86,9 @@ class Kernel:
         self.entry_point: int = ctypes.cast(self._run, ctypes.c_void_p).value or 0
         self.isa: str = self._library.neo_isa().decode()
         self.last_s = (0.0, 0.0)  # start and end of the last call, by the kernel's clock (time.perf_counter's on Linux)
-        self._dtype = DTYPES[spec.dtype]
-        self._kv_dtype = DTYPES[spec.kv_dtype or spec.dtype]
+        own, kv, ints = DTYPES[spec.dtype], DTYPES[spec.kv_dtype or spec.dtype], torch.int32
+        scales = torch.float16 if kv == torch.int8 else None  # None: not to be given
+        self._dtypes = (own, own, own, kv, kv, scales, scales, ints, ints, own)  # of TENSORS
 
     @property
     def description(self) -> str:
@@ -118,38 +119,39 @@ class Kernel:
         block_table [batch, width] and seq_lens [batch] int32. num_threads 0: OMP_NUM_THREADS, else all usable cores.
         """
         tensors = (q, k_new, v_new, k_cache, v_cache, k_scale, v_scale, block_table, seq_lens, out)
-        if any(t is None or t.dim() != dims for t, dims in ((q, 3), (k_cache, 4), (block_table, 2))):
-            raise NeoLiteError("q must be [batch, q_heads, head_dim], k_cache have 4 dimensions and block_table 2")
-        self._validate(dict(zip(TENSORS, tensors)), len(q), k_cache.shape[0], k_cache.shape[1], block_table.shape[1])
-        batch, q_heads, head_dim = q.shape
+        try:
+            (batch, q_heads, head_dim), (blocks, kv_heads, _, _), (_, width) = q.shape, k_cache.shape, block_table.shape
+        except (AttributeError, ValueError):  # None, or another number of dimensions
+            message = "q must be [batch, q_heads, head_dim], k_cache have 4 dimensions and block_table 2"
+            raise NeoLiteError(message) from None
+        self._validate(tensors, batch, blocks, kv_heads, width)
         args = AttentionArgs(
-            *(None if t is None else t.data_ptr() for t in tensors), batch, q_heads, k_cache.shape[1],
-            block_table.shape[1], num_threads or _default_threads(), head_dim**-0.5 if scale is None else scale,
+            *[None if t is None else t.data_ptr() for t in tensors], batch, q_heads, kv_heads, width,
+            num_threads or _default_threads(), head_dim**-0.5 if scale is None else scale,
         )  # fmt: skip
         args.tensors = tensors
-        wrong = self._check(ctypes.byref(args), k_cache.shape[0])
+        wrong = self._check(ctypes.byref(args), blocks)
         if wrong:
             raise self._wrong_sequence(abs(wrong) - 1, wrong > 0, args)
         return args
 
     def _validate(
-        self, given: dict[str, torch.Tensor | None], batch: int, blocks: int, kv_heads: int, width: int
+        self, tensors: tuple[torch.Tensor | None, ...], batch: int, blocks: int, kv_heads: int, width: int
     ) -> None:
-        """Every tensor in its shape and dtype, those of an option only with it."""
-        spec, int8 = self.spec, self._kv_dtype == torch.int8
+        """Every tensor in its shape and dtype, those of an option only with it. In the way of every call: 3 us."""
+        spec = self.spec
         queries, news = (batch, kv_heads * spec.group, spec.head_dim), (batch, kv_heads, spec.head_dim)
-        cache = (blocks, kv_heads, spec.block_size, spec.head_dim)
-        wanted = {"q": (queries, self._dtype), "out": (queries, self._dtype), "k_cache": (cache, self._kv_dtype),
-                  "v_cache": (cache, self._kv_dtype), "block_table": ((batch, width), torch.int32),
-                  "seq_lens": ((batch,), torch.int32)}  # fmt: skip
-        if given["k_new"] is not None or given["v_new"] is not None:
-            wanted |= {"k_new": (news, self._dtype), "v_new": (news, self._dtype)}
-        if int8:
-            wanted |= {"k_scale": (cache[:3], torch.float16), "v_scale": (cache[:3], torch.float16)}
-        for name, (shape, dtype) in wanted.items():
-            _expect(name, given[name], shape, dtype)
-        if odd := [name for name in ("k_scale", "v_scale") if not int8 and given[name] is not None]:
-            raise NeoLiteError(f"{odd[0]} is given, but the cache is {spec.dtype}: only int8 has scales")
+        cache, scales = (blocks, kv_heads, spec.block_size, spec.head_dim), (blocks, kv_heads, spec.block_size)
+        shapes = (queries, news, news, cache, cache, scales, scales, (batch, width), (batch,), queries)
+        no_news = tensors[1] is None and tensors[2] is None
+        for name, tensor, shape, dtype in zip(TENSORS, tensors, shapes, self._dtypes):
+            if tensor is None:
+                if dtype is not None and not (no_news and shape is news):
+                    raise NeoLiteError(f"{name} is missing: give a {str(dtype)[6:]} tensor of shape {list(shape)}")
+            elif dtype is None:
+                raise NeoLiteError(f"{name} is given, but the cache is {spec.dtype}: only int8 has scales")
+            elif tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.is_cuda:
+                raise _wrong_tensor(name, tensor, shape, dtype)
 
     def _wrong_sequence(self, b: int, length: bool, args: AttentionArgs) -> NeoLiteError:
         """The message for what neo_check found in sequence b."""
@@ -163,17 +165,14 @@ class Kernel:
         return NeoLiteError(f"block_table[{b}] holds block {bad}: k_cache has blocks 0 to {k_cache.shape[0] - 1}")
 
 
-def _expect(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor is None:
-        raise NeoLiteError(f"{name} is missing: give a {str(dtype)[6:]} tensor of shape {list(shape)}")
+def _wrong_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> NeoLiteError:
     if tensor.shape != shape:
-        raise NeoLiteError(f"{name} has shape {list(tensor.shape)}: it must be {list(shape)}")
+        return NeoLiteError(f"{name} has shape {list(tensor.shape)}: it must be {list(shape)}")
     if tensor.dtype != dtype:
-        raise NeoLiteError(f"{name} is {str(tensor.dtype)[6:]}: this kernel was built for {str(dtype)[6:]}")
+        return NeoLiteError(f"{name} is {str(tensor.dtype)[6:]}: this kernel was built for {str(dtype)[6:]}")
     if not tensor.is_contiguous():
-        raise NeoLiteError(f"{name} has strides {list(tensor.stride())}: it must be contiguous; call .contiguous()")
-    if tensor.is_cuda:
-        raise NeoLiteError(f"{name} is on {tensor.device}: the CPU kernel needs it in host memory")
+        return NeoLiteError(f"{name} has strides {list(tensor.stride())}: it must be contiguous; call .contiguous()")
+    return NeoLiteError(f"{name} is on {tensor.device}: the CPU kernel needs it in host memory")
 
 
 @functools.cache
