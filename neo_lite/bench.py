@@ -77,6 +77,7 @@ def measure(
         "repeats": 1, "seconds": run.seconds, **window(run.requests),
         **metrics.summary(run.requests), **run.report(), **busy(timeline), **graphs(engine),
         **({"all_reduce_s": model.shard.together(measure_all_reduce, engine.executor).points} if model.shard else {}),
+        **({"profile": engine.costs.plain()} if engine.costs and not costs else {}),  # measured here: to simulate the run
         "tensor_parallel": args.tensor_parallel, "stamp": stamp,
     }  # fmt: skip
 

@@ -230,10 +230,13 @@ class Profile:
                 raise NeoLiteError(f"the profile is of another {what}, {ours}, not {asked}: {remedy}")
         return self
 
-    def save(self, path: Path) -> None:
+    def plain(self) -> dict[str, Any]:
+        """Its values for JSON, curves as lists of points."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        points = {n: v.points if isinstance(v, Curve) else v for n, v in values.items()}
-        path.write_text(json.dumps(points) + "\n")
+        return {n: v.points if isinstance(v, Curve) else v for n, v in values.items()}
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.plain()) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Profile:

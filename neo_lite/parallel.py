@@ -28,6 +28,7 @@ from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ from neo_lite.machine import check_memory, usable_cores
 from neo_lite.model import Llama
 from neo_lite.pipeline import Pipeline
 from neo_lite.request import IterationPlan, Move, Request, SubBatch, Work
+from neo_lite.rows import blocks_of
 from neo_lite.timeline import Timeline
 
 GRACE_S = 10.0  # between a rank's death and the end of whoever hangs on it
@@ -177,7 +179,7 @@ def pack(plan: IterationPlan) -> tuple[Any, ...]:
     def row(w: Work) -> tuple[Any, ...]:
         r = w.request
         tokens = [r.token(i) for i in range(w.start, w.seq_len)]
-        return r.id, w.start, tokens, w.samples, r.device, r.block_table
+        return r.id, w.start, tokens, w.samples, r.device, blocks_of(r).tobytes()
 
     kinds = [[[row(w) for w in kind] for kind in (b.prefills, b.gpu_decodes, b.cpu_decodes)] for b in plan.batches]
     return plan.mode, kinds, [(m.request.id, m.target, m.source_blocks, m.target_blocks) for m in plan.moves]
@@ -186,8 +188,9 @@ def pack(plan: IterationPlan) -> tuple[Any, ...]:
 def unpack(mode: str, batches: list[Any], moves: list[Any]) -> IterationPlan:
     """The same plan over requests that live for one iteration. Tokens before their rows only have to be so many."""
 
-    def work(number: int, start: int, tokens: list[int], samples: bool, device: Any, table: list[int]) -> Work:
+    def work(number: int, start: int, tokens: list[int], samples: bool, device: Any, blocks: bytes) -> Work:
         before, new = cast("tuple[int, ...]", range(start)), tokens if samples else [*tokens, 0]
+        table = cast("list[int]", np.frombuffer(blocks, np.int32))
         request = Request(number, before, output=new, device=device, block_table=table, num_computed=start)
         return Work(request, start, len(tokens))
 

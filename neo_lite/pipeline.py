@@ -58,7 +58,7 @@ class Pipeline:
             self.streams = Cuda(timeline, self.cpu_decode, kernel, model.config, config)
         else:
             self.streams = Host(timeline, self.cpu_decode)
-        on_streams = isinstance(self.streams, Cuda) and self.gpu_decode is attention.triton_decode and not model.shard
+        on_streams = isinstance(self.streams, Cuda) and self.gpu_decode is attention.triton_decode
         self.graphs = Graphs(self.forward, self.cache, self.streams) if on_streams else None
 
     def run(self, plan: IterationPlan) -> dict[int, int]:

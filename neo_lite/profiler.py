@@ -56,7 +56,7 @@ def measure_all_reduce(pipeline: Pipeline) -> Curve:
         x = torch.zeros(
             tokens, pipeline.model.config.hidden_size, dtype=pipeline.model.dtype, device=pipeline.model.device
         )
-        return lambda: _timed(pipeline, lambda _: pipeline.model.shard and pipeline.model.shard.all_reduce(x))
+        return _repeated(pipeline, lambda _: pipeline.model.shard and pipeline.model.shard.all_reduce(x))
 
     widths = [n for n in TOKENS if n <= pipeline.config.max_batched_tokens]
     return Curve(_rising(_points(widths, work_of, agreed=_agreed(pipeline))))
@@ -144,6 +144,35 @@ def _kv_points(pipeline: Pipeline, device: Device) -> list[int]:
     return _between(KV_TOKENS, most)
 
 
+def _repeated(pipeline: Pipeline, work: Callable[[int], object]) -> Callable[[], float]:
+    """What measures the seconds of `work(layer)`: as the pipeline runs it, that is from a CUDA graph where it has those, so
+    that a GPU which is faster than its launches is not blamed for them (they count as overheads, where they remain)."""
+    if pipeline.graphs is None:
+        return lambda: _timed(pipeline, work)
+    layers = range(min(pipeline.model.config.num_layers, MOST_LAYERS))
+    captured: list[Callable[[], object]] = []
+
+    def all_layers() -> torch.Tensor:
+        for layer in layers:
+            work(layer)
+        return torch.empty(0)
+
+    def measured() -> float:
+        if not captured:
+            work(0)  # compiles kernels, warms libraries up
+            torch.cuda.synchronize()
+            captured.append(pipeline.streams.capture(all_layers))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        captured[0]()  # while it runs, the launches of the second run are done
+        start.record()
+        captured[0]()
+        end.record()
+        torch.cuda.synchronize()
+        return _agreed(pipeline)(start.elapsed_time(end) / 1e3 / len(layers))
+
+    return measured
+
+
 def _timed(pipeline: Pipeline, work: Callable[[int], object]) -> float:
     """Seconds of `work(layer)`, over the layers in turn until there have been enough."""
     on_one = pipeline.model.shard is None  # several ranks run the same number of layers, without asking the clock
@@ -175,12 +204,12 @@ def _linear(pipeline: Pipeline, tokens: int) -> Callable[[], float]:
         model.pre_attention(i, x, rope)
         model.post_attention(i, attn, x)
 
-    return lambda: _timed(pipeline, layer)
+    return _repeated(pipeline, layer)
 
 
 def _head(pipeline: Pipeline, requests: int) -> Callable[[], float]:
     x = _random(pipeline, requests, pipeline.model.config.hidden_size)
-    return lambda: _timed(pipeline, lambda _: pipeline.model.head(x))
+    return _repeated(pipeline, lambda _: pipeline.model.head(x))
 
 
 def _qkv(pipeline: Pipeline, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -193,7 +222,7 @@ def _prefill(pipeline: Pipeline, tokens: int) -> Callable[[], float]:
     q, k, v = _qkv(pipeline, tokens)
     empty = torch.zeros(1, 0, dtype=torch.int32, device=q.device)
     view = attention.View((tokens,), torch.tensor([tokens], dtype=torch.int32, device=q.device), empty, (tokens,))
-    return lambda: _timed(pipeline, lambda _: attention.prefill(q, k, v, q, q, view))
+    return _repeated(pipeline, lambda _: attention.prefill(q, k, v, q, q, view))
 
 
 def _decodes(pipeline: Pipeline, kv_tokens: int, seq_len: int = SEQ_LEN) -> tuple[Work, ...]:
@@ -212,14 +241,14 @@ def _decodes(pipeline: Pipeline, kv_tokens: int, seq_len: int = SEQ_LEN) -> tupl
 def _gpu_decode(pipeline: Pipeline, kv_tokens: int) -> Callable[[], float]:
     works, pool = _decodes(pipeline, kv_tokens), pipeline.cache.pools["gpu"]
     (q, k, v), view = _qkv(pipeline, len(works)), view_of(works, pipeline.model.device)
-    return lambda: _timed(pipeline, lambda i: pipeline.gpu_decode(q, k, v, pool.k[i], pool.v[i], view))
+    return _repeated(pipeline, lambda i: pipeline.gpu_decode(q, k, v, pool.k[i], pool.v[i], view))
 
 
 def _cpu_decode(pipeline: Pipeline, kv_tokens: int, seq_len: int = SEQ_LEN) -> Callable[[], float]:
     works, host = _decodes(pipeline, kv_tokens, seq_len), torch.device("cpu")
     part = Part(works, slice(0, len(works)), view_of(works, host))
     q, k, v = _qkv(pipeline, len(works))
-    return lambda: _timed(pipeline, lambda i: pipeline.start_cpu(part, 0, i, q, k, v)())  # type: ignore[misc]
+    return _repeated(pipeline, lambda i: pipeline.start_cpu(part, 0, i, q, k, v)())  # type: ignore[misc]
 
 
 def _cpu_request_tokens(pipeline: Pipeline) -> float:

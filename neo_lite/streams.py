@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class Cuda:
         self._marks: list[tuple[str, str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
         self._nodes: list[tuple[AttentionArgs, dict[str, Any]]] = []  # alive until their host nodes have run
         self._reading: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
-        self._graph_memory = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     @contextmanager
     def stage(self, lane: str, name: str, **args: Any) -> Iterator[None]:
@@ -152,6 +153,10 @@ class Cuda:
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """Records what `work` enqueues here, and on the streams that join in, as a CUDA graph: one launch for all of it."""
         graph = torch.cuda.CUDAGraph()
+        if (
+            not self._graphs
+        ):  # one memory for all graphs, which never run at the same time; torch forgets it with the last
+            self._graph_memory = torch.cuda.graph_pool_handle()
         collecting = gc.isenabled()
         gc.disable()  # the end of another engine's pools, unpinned in the midst of it, would break the capture off
         try:
@@ -161,6 +166,7 @@ class Cuda:
         finally:
             if collecting:
                 gc.enable()
+        self._graphs.add(graph)
         nodes, self._nodes = self._nodes, []
         return Captured(graph, out, nodes)
 

@@ -302,6 +302,7 @@ def test_a_graph_reads_nothing_but_its_own_tensors(tmp_path, placement, compiler
 
 def test_only_so_many_graphs_are_kept(tmp_path, compiler, monkeypatch):
     monkeypatch.setattr(graphs, "KEPT", 2)
+    monkeypatch.setattr(graphs, "EAGER", 1)
     tiny_folder(tmp_path, {})
     engine = build_engine(load_folder(tmp_path), mode="simple")
     pipeline = engine.executor
