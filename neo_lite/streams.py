@@ -153,9 +153,7 @@ class Cuda:
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """Records what `work` enqueues here, and on the streams that join in, as a CUDA graph: one launch for all of it."""
         graph = torch.cuda.CUDAGraph()
-        if (
-            not self._graphs
-        ):  # one memory for all graphs, which never run at the same time; torch forgets it with the last
+        if not self._graphs:  # all share one memory, as they never run at the same time; torch drops it with the last
             self._graph_memory = torch.cuda.graph_pool_handle()
         collecting = gc.isenabled()
         gc.disable()  # the end of another engine's pools, unpinned in the midst of it, would break the capture off
