@@ -10,23 +10,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
-from neo_lite.cost_model import Candidate, Profile
+from neo_lite.cost_model import Candidate, Profile, Stages
 from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work
 from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, halves
 
 Prefill = tuple[Request, Device]  # who would be admitted, and where its KV would live
 
 
+class Cover(NamedTuple):
+    """What hides behind batch-0's prefills and GPU decodes, `first`. Arrays are by the number of CPU decodes, from 0 on."""
+
+    first: SubBatch
+    stages: Stages  # of one layer of `first`
+    linear0: np.ndarray  # seconds of Tl0 and of Tl1, by the CPU decodes in batch-0 and in batch-1
+    linear1: np.ndarray
+    room0: np.ndarray  # KV tokens that batch-0's CPU attention may read, by the CPU decodes in batch-1; and the reverse
+    room1: np.ndarray
+    seats: int  # CPU decodes that batch-0 takes within the token budget
+
+
 class Neo(Scheduler):
     """NEO's scheduler. Where the paper's steps would let a request starve or the engine stall, it departs from them:
 
-    - A CPU decode that was skipped comes first the next time; after `PATIENCE` iterations it runs whatever the
-      inequalities and x/T say, one at a time (the plan is then `forced`).
+    - A CPU decode that was skipped comes first the next time; after `PATIENCE` iterations the one that has waited longest
+      runs whatever the inequalities and x/T say (the plan is then `forced`). Between two forced plans lie `PATIENCE`
+      others: where the CPU does not pay, nearly all plans would be forced, and the GPU read its weights twice for
+      nothing. So nobody waits longer than `PATIENCE` + 1 iterations for each CPU decode up to its own.
+    - Step 4 says that CPU decodes go to either batch, not which. It fills batch-1 first, so that step 5 sees how many
+      prefills they need; then they are dealt anew, by x/T. That may leave batch-1 empty: what hides behind the GPU's
+      attention in batch-0 costs no second reading of the weights.
     - With nothing on the GPU neither inequality leaves room for anything: the CPU decodes then run as two halves.
     - Swapping in keeps a twentieth of the GPU pool free (hysteresis), unless nothing runs on the GPU, so that a request
       longer than that is not locked out.
@@ -46,6 +64,7 @@ class Neo(Scheduler):
             raise NeoLiteError(f"mode {config.mode} weighs stage times: give the engine a Profile (profiler.measure)")
         self.costs, self.floor = costs, costs.ridge_tokens
         self.skipped: dict[Request, int] = {}  # iterations in a row that a CPU decode was passed over
+        self.unforced = self.PATIENCE  # plans since the last forced one
 
     def plan(self, now_s: float) -> IterationPlan:
         """Step 1, two empty batches, and then the others."""
@@ -54,10 +73,17 @@ class Neo(Scheduler):
         waited = len(self.waiting)
         on_gpu = self._step2_gpu_decodes(moves, why)
         prefills = self._step3_prefills(len(on_gpu), len(self.waiting) == waited, any(m.target == "cpu" for m in moves))
-        few, rest, forced = self._step4_cpu_decodes(prefills, on_gpu)
+        works = self._by_age()
+        loads = [start + length + self.costs.cpu_request_tokens for _, start, length in works]
+        cover = self._cover(SubBatch(_works(prefills), on_gpu), len(works))
+        few, rest = self._step4_cpu_decodes(cover, works, loads)
         kept = self._step5_reduce(prefills, on_gpu, few, rest)
-        chosen, other, forced = self._step6_decide((prefills, kept), on_gpu, few, rest, forced)
-        for request, device in kept if chosen.name == "two batches" else self._floored(prefills, on_gpu):
+        if len(kept) < len(prefills):
+            cover = self._cover(SubBatch(_works(kept), on_gpu), len(works))
+        few, rest = self._deal(cover, works, loads, few, rest)
+        few, rest, late = self._late(cover, works, few, rest)
+        chosen, other, forced = self._step6_decide((prefills, kept), on_gpu, few, rest, late)
+        for request, device in self._floored(prefills, on_gpu) if chosen.name == "GPU only" else kept:
             self.waiting.popleft()
             self._admit(request, device, why)
             request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
@@ -73,14 +99,15 @@ class Neo(Scheduler):
         self._make_room(moves, why)
         if not why:
             self._resume(moves, why)
-        self.skipped = {r: n for r, n in self.skipped.items() if r.device == "cpu"}
+        self.skipped = {r: self.skipped.get(r, 0) for r in self.running if r.device == "cpu"}
         return tuple(Work(r, r.num_computed, 1) for r in self.running if r.device == "gpu")
 
     def _step3_prefills(self, decodes: int, admit: bool, swapped_out: bool) -> list[Prefill]:
         """Prompts in order of arrival, on the GPU while there is room, then on the CPU, within the token budget."""
         found: list[Prefill] = []
         budget, seats = self.config.max_batched_tokens - decodes, self.config.max_seqs - len(self.running)
-        room = {d: self.blocks.free(d) - sum(r.device == d for r in self.running) for d in self.blocks.total}
+        there = {"gpu": decodes, "cpu": len(self.running) - decodes}
+        room = {d: self.blocks.free(d) - there[d] for d in self.blocks.total}
         homes = [d for d in self._homes() if d == "cpu" or not swapped_out]
         for request in islice(self.waiting, max(0, seats) if admit else 0):
             needed = self.blocks.needed(request.num_tokens)
@@ -95,39 +122,32 @@ class Neo(Scheduler):
         return found
 
     def _step4_cpu_decodes(
-        self, prefills: Sequence[Prefill], on_gpu: Sequence[Work]
-    ) -> tuple[list[Work], list[Work], tuple[int, ...]]:
+        self, cover: Cover, works: Sequence[Work], loads: Sequence[float]
+    ) -> tuple[list[Work], list[Work]]:
         """CPU decodes for batch-0 and batch-1 while `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` hold; the others are skipped.
 
-        Batch-1 first: its attention hides behind the linear stage of all of batch-0. Whoever has waited too long goes there
-        in any case. How many KV tokens each inequality admits is worked out once for every width, not once a request.
+        Batch-1 first: its attention hides behind the linear stage of all of batch-0, so that step 5 finds what can go.
         """
-        works = [Work(r, r.num_computed, 1) for r in self.running if r.device == "cpu"]
-        works.sort(key=lambda w: -self.skipped.get(w.request, 0))
-        first, widths = SubBatch(_works(prefills), tuple(on_gpu)), np.arange(len(works) + 1)
-        stages, each = self.costs.stages((first,)), self.costs.cpu_request_tokens
-        room1 = self.costs.capacity(self.costs.t_linear_each(first.num_tokens + widths)).tolist()
-        room0 = self.costs.capacity(self.costs.t_linear_each(widths) + stages.pref0 + stages.ga0).tolist()
-        few: list[Work] = []
-        rest: list[Work] = []
+        few, rest, skipped = list[Work](), list[Work](), list[Work]()
+        room0, room1, least = cover.room0.tolist(), cover.room1.tolist(), min(loads, default=0.0)
         load0 = load1 = 0.0
-        forced: tuple[int, ...] = ()
-        for work in works:
-            load = work.seq_len + each
-            late = not rest and self.skipped.get(work.request, 0) >= self.PATIENCE
-            if late or load1 + load <= room1[len(few)]:
-                forced = (work.request.id,) if late else forced
+        for i, (work, load) in enumerate(zip(works, loads, strict=True)):
+            if load1 + load <= room1[len(few)]:
                 rest.append(work)
                 load1 += load
-            elif load0 + load <= room0[len(rest)]:
+            elif load0 + load <= room0[len(rest)] and len(few) < cover.seats:
                 few.append(work)
                 load0 += load
+            elif load1 + least > room1[len(few)] and load0 + least > room0[len(rest)]:
+                skipped += works[i:]  # not even the shortest fits any more
+                break
             else:
-                self._overflow(work, few, rest, load0 < load1)
-        return few, rest, forced
+                skipped.append(work)
+        self._overflow(skipped, few, rest, load0, load1)
+        return few, rest
 
-    def _overflow(self, work: Work, few: list[Work], rest: list[Work], lighter0: bool) -> None:
-        """A CPU decode that would break both inequalities: left to the next iteration."""
+    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work], load0: float, load1: float) -> None:
+        """CPU decodes that would break both inequalities: left to the next iteration."""
 
     def _step5_reduce(
         self, prefills: Sequence[Prefill], on_gpu: Sequence[Work], few: Sequence[Work], rest: Sequence[Work]
@@ -145,6 +165,47 @@ class Neo(Scheduler):
             kept.pop()
         return kept
 
+    def _deal(
+        self, cover: Cover, works: Sequence[Work], loads: Sequence[float], few: list[Work], rest: list[Work]
+    ) -> tuple[list[Work], list[Work]]:
+        """Step 4 once more, since step 5 has settled the prefills: which CPU decodes go to which batch?
+
+        Of all ways to cut the queue, the first k into batch-0 and the next into batch-1, as many as hide there or none (then
+        the weights are read once), the one with the largest x/T; or what step 4 found, if none is larger.
+        """
+        if not self.greedy or not works:
+            return few, rest
+        load = np.cumsum([0.0, *loads])
+        k = np.arange(min(len(works), cover.seats) + 1)
+        m = np.searchsorted(load, load[k] + cover.room1[k], side="right") - 1 - k
+        hidden = np.concatenate(([True], load[k] <= cover.room0[m], load[k] <= cover.room0[0]))
+        k, m = np.concatenate(([len(few)], k, k)), np.concatenate(([len(rest)], m, 0 * m))
+        rates = np.where(hidden & (k + m > 0), self._rates(cover, k, m), 0.0)
+        best = int(np.argmax(rates))
+        if best == 0:
+            return few, rest
+        return list(works[: k[best]]), list(works[k[best] : k[best] + m[best]])
+
+    def _rates(self, cover: Cover, k: np.ndarray, m: np.ndarray) -> np.ndarray:
+        """x/T with k CPU decodes in batch-0 and m in batch-1, all hidden: T is then the GPU's own work."""
+        costs, stages, count = self.costs, cover.stages, len(cover.first) + k + m
+        layer_s = cover.linear0[k] + cover.linear1[m] + stages.pref0 + stages.ga0
+        once_s = costs.head.each(count) + costs.overhead(stages) + costs.pair_overhead_s * (m > 0)
+        return count / np.maximum(costs.num_layers * layer_s + once_s, 1e-12)
+
+    def _late(
+        self, cover: Cover, works: Sequence[Work], few: list[Work], rest: list[Work]
+    ) -> tuple[list[Work], list[Work], tuple[int, ...]]:
+        """Whoever has waited longest, and too long, is served beside the others, or alone in batch-0 where that has the larger
+        x/T; but not within `PATIENCE` plans after a forced one. Also returns its id."""
+        if not works or min(self.unforced, self.skipped[works[0].request]) < self.PATIENCE:
+            return few, rest, ()
+        oldest = works[0]
+        beside = (few, rest) if oldest in few or oldest in rest else (few, [*rest, oldest])
+        ways = (beside, ([oldest], list[Work]())) if self.greedy and cover.seats else (beside,)
+        few, rest = max(ways, key=lambda way: self._two(cover.first, *way).rate)
+        return few, rest, (oldest.request.id,)
+
     def _step6_decide(
         self, prefills: tuple[list[Prefill], list[Prefill]], on_gpu: Sequence[Work], few: list[Work], rest: list[Work],
         forced: tuple[int, ...],
@@ -152,8 +213,7 @@ class Neo(Scheduler):
         """The candidate with the larger x/T first; the inequalities rule out a two-batch one that breaks them."""
         tried, kept = prefills
         one = self.costs.candidate("GPU only", (SubBatch(_works(self._floored(tried, on_gpu)), tuple(on_gpu)),))
-        first = SubBatch(_works(kept), tuple(on_gpu), tuple(few))
-        two = self.costs.candidate("two batches", (first, SubBatch(cpu_decodes=tuple(rest))))
+        two = self._two(SubBatch(_works(kept), tuple(on_gpu)), few, rest)
         if not one.requests:  # nothing for the GPU: neither inequality admits anything, and whatever is on the CPU runs
             waiting = [Work(r, r.num_computed, 1) for r in self.running]
             two = self.costs.candidate("two batches", [SubBatch(cpu_decodes=half) for half in halves(waiting)])
@@ -165,6 +225,23 @@ class Neo(Scheduler):
         return one, two, ()
 
     # ---- What they share ----
+
+    def _by_age(self) -> list[Work]:
+        """The CPU decodes, whoever was passed over most often first."""
+        by_age = sorted(self.skipped, key=self.skipped.__getitem__, reverse=True)
+        return [Work(r, r.num_computed, 1) for r in by_age]
+
+    def _cover(self, first: SubBatch, count: int) -> Cover:
+        """With 0 to `count` CPU decodes in either batch: what all steps ask for, worked out once."""
+        widths, stages = np.arange(count + 1), self.costs.stages((first,))
+        linear0, linear1 = self.costs.t_linear_each(first.num_tokens + widths), self.costs.t_linear_each(widths)
+        room0, room1 = self.costs.capacity(linear1 + stages.pref0 + stages.ga0), self.costs.capacity(linear0)
+        seats = max(0, self.config.max_batched_tokens - first.num_tokens)
+        return Cover(first, stages, linear0, linear1, room0, room1, seats)
+
+    def _two(self, first: SubBatch, few: Sequence[Work], rest: Sequence[Work]) -> Candidate:
+        name = "two batches" if rest else "one batch with CPU decodes"
+        return self.costs.candidate(name, (replace(first, cpu_decodes=tuple(few)), SubBatch(cpu_decodes=tuple(rest))))
 
     def _floored(self, prefills: Sequence[Prefill], on_gpu: Sequence[Work]) -> list[Prefill]:
         """The GPU-only candidate's prefills: those of the CPU taken back from the end, down to the floor."""
@@ -183,14 +260,15 @@ class Neo(Scheduler):
             for w in batch.prefills:
                 reasons[w.request.id] = f"{text}: prefill, KV to the {w.request.device} pool"
             reasons.update((w.request.id, "batch-0: its KV is on the GPU") for w in batch.gpu_decodes)
-            reasons.update((w.request.id, f"{text}: CPU decode {held}") for w in batch.cpu_decodes)
-            reasons.update((i, f"{text}: CPU decode that has waited too long") for i in forced if i >= 0)
+            for w in batch.cpu_decodes:
+                i = w.request.id
+                reasons[i] = f"{text}: CPU decode {'that has waited too long' if i in forced else held}"
         served = {w.request for batch in chosen.batches for w in (*batch.prefills, *batch.cpu_decodes)}
-        on_cpu = [r for r in self.running if r.device == "cpu" and r not in served]
-        self.skipped = {r: self.skipped.get(r, 0) + 1 for r in on_cpu}
+        self.skipped = {r: count + 1 for r, count in self.skipped.items() if r not in served}
+        self.unforced = 0 if max(forced, default=-1) >= 0 else self.unforced + 1
         placed = {w.request for w in (*few, *rest)}
         texts = ("skipped: it would break both inequalities", "skipped: GPU-only has the higher x/T")
-        reasons.update((r.id, texts[r in placed]) for r in on_cpu)
+        reasons.update((r.id, texts[r in placed]) for r in self.skipped)
         return reasons
 
     def _homes(self) -> tuple[Device, ...]:
@@ -247,8 +325,15 @@ class FastDecodePlus(Neo):
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Nobody decodes on the GPU."""
 
-    def _overflow(self, work: Work, few: list[Work], rest: list[Work], lighter0: bool) -> None:
-        (few if lighter0 else rest).append(work)
+    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work], load0: float, load1: float) -> None:
+        for work in works:
+            load = work.seq_len + self.costs.cpu_request_tokens
+            if load0 < load1:
+                few.append(work)
+                load0 += load
+            else:
+                rest.append(work)
+                load1 += load
 
 
 class NeoReleased(Neo):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,8 +15,11 @@ from neo_lite.blocks import Blocks
 from neo_lite.config import MODELS, EngineConfig, NeoLiteError
 from neo_lite.cost_model import Profile
 from neo_lite.engine import Engine
+from neo_lite.hardware import DATA_DIR
 from neo_lite.neo import POLICIES, Neo, NeoReleased
 from neo_lite.request import Request, SamplingParams
+from neo_lite.simulator import simulate
+from neo_lite.workload import parse
 
 CASES = 10_000  # over all policies, in the slow tier
 
@@ -125,6 +130,61 @@ def test_whoever_waits_too_long_runs_in_a_plan_that_names_it():
     assert ids(plans[-1].batches[1].cpu_decodes) == [1] and min(plans[-1].candidates[0].stages.slack) < 0
 
 
+def test_between_two_forced_plans_lie_patience_others_and_whoever_has_waited_longest_comes_first():
+    s = scheduler(gpu_blocks=5)
+    running(s, "gpu", 40, 0)
+    for i in (1, 2, 3):
+        running(s, "cpu", 300, i)  # 30 ms each: none fits
+    plans = [s.plan(0.0) for _ in range(4 * (Neo.PATIENCE + 1))]
+    forced = {n: p.forced for n, p in enumerate(plans) if p.forced}
+    every = Neo.PATIENCE + 1
+    assert forced == {every - 1: (1,), 2 * every - 1: (2,), 3 * every - 1: (3,), 4 * every - 1: (1,)}
+
+
+def test_whoever_waits_too_long_runs_alone_where_a_second_batch_would_cost_more():
+    """GPU attention 4 ms, CPU attention of r1 5 ms: alone in batch-0 it prolongs the layer by 1 ms, a second batch by 5."""
+    s = scheduler(gpu_blocks=41)
+    running(s, "gpu", 400, 0)
+    running(s, "cpu", 50, 1)
+    plan = [s.plan(0.0) for _ in range(Neo.PATIENCE + 1)][-1]
+    assert plan.forced == (1,) and [ids(b.cpu_decodes) for b in plan.batches] == [[1]]
+    assert plan.candidates[0].seconds == pytest.approx(4 + 5)
+
+
+def test_what_hides_behind_the_attention_of_batch_0_needs_no_second_reading_of_the_weights():
+    """Tga0 4 ms hides r1's 3 ms: 2 requests in 4 + 4 ms. As batch-1 it would take 4 more. r2 (10 ms) fits nowhere."""
+    s = scheduler(gpu_blocks=41)
+    running(s, "gpu", 400, 0)
+    running(s, "cpu", 30, 1)
+    running(s, "cpu", 100, 2)
+    plan = s.plan(0.0)
+    assert [ids(b.cpu_decodes) for b in plan.batches] == [[1]] and not plan.forced
+    assert plan.candidates[0].seconds == pytest.approx(8) and plan.candidates[0].name == "one batch with CPU decodes"
+    assert plan.reasons[1] == "batch-0: CPU decode within its inequality"
+    assert plan.reasons[2] == "skipped: it would break both inequalities"
+
+
+def test_cpu_decodes_of_batch_0_count_against_the_token_budget():
+    for budget, served in ((3, [[1, 2]]), (2, [[2], [1]]), (1, [[], [1]])):
+        s = scheduler(gpu_blocks=81, max_batched_tokens=budget)
+        running(s, "gpu", 800, 0)
+        for i in (1, 2):
+            running(s, "cpu", 35, i)
+        assert [ids(b.cpu_decodes) for b in s.plan(0.0).batches] == served
+
+
+def test_on_a_host_too_slow_for_its_gpu_neo_does_not_fall_under_gpu_only():
+    """4 threads, outputs of 300 tokens: with every late request forced, 0.97 of gpu-only at 300 requests."""
+    model, costs = MODELS["llama-3.1-8b"], Profile.load(DATA_DIR / "profiles" / "h200-8sm-4t_llama-3.1-8b_float16.json")
+    config = EngineConfig(gpu_kv_tokens=26400, cpu_kv_tokens=10**6, max_seqs=512)
+    base, neo = (
+        simulate(model, costs, replace(config, mode=mode), parse("synthetic:1000,300", 60))
+        for mode in ("gpu-only", "neo")
+    )
+    assert neo.span_s < base.span_s
+    assert 0 < neo.summary()["forced_share"] <= 1 / (Neo.PATIENCE + 1)
+
+
 def test_the_explanation_of_a_forced_plan_says_whose_inequality_breaks():
     s = scheduler(gpu_blocks=5)
     running(s, "gpu", 40, 0)
@@ -200,6 +260,11 @@ class Watching(CheckingExecutor):
 
     engine: Engine
 
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.waits: dict[Request, int] = {}  # iterations in a row without a turn, of who decodes on the CPU
+        self.last_forced = -Neo.PATIENCE - 1
+
     def run(self, plan):
         blocks, mode = self.engine.scheduler.blocks, self.config.mode
         live = list(self.engine._live.values())
@@ -211,8 +276,27 @@ class Watching(CheckingExecutor):
             chosen, other = plan.candidates
             assert len(plan.batches) < 2 or chosen.stages.holds, plan.why
             assert chosen.rate >= other.rate or not other.stages.holds, plan.why
-        assert all(i == -1 or i in ids(plan.batches[-1]) for i in plan.forced)
+        if mode == "neo":
+            self._watch_who_waits(plan)
         return super().run(plan)
+
+    def _watch_who_waits(self, plan):
+        """Counted here, not asked of the scheduler: forced is who has waited long enough, and not too often; or nothing else
+        could run. And nobody waits longer than stated."""
+        turn, on_cpu = {w.request for w in plan.work}, [r for r in self.engine._live.values() if r.device == "cpu"]
+        waits = {r: self.waits.get(r, 0) + 1 for r in on_cpu if r.num_computed}
+        for i in plan.forced:
+            if i == -1:
+                assert not any(b.prefills or b.gpu_decodes for b in plan.batches) and not plan.candidates[1].requests
+                continue
+            (forced,) = (r for r in turn if r.id == i)
+            assert waits[forced] > Neo.PATIENCE and len(self.plans) - self.last_forced > Neo.PATIENCE
+            self.last_forced = len(self.plans)
+        self.waits = {r: n for r, n in waits.items() if r not in turn}
+        assert all(n <= (Neo.PATIENCE + 1) * self.config.max_seqs for n in self.waits.values())
+        first = plan.batches[0] if plan.batches else None
+        within = first is None or first.num_tokens <= self.config.max_batched_tokens
+        assert within or not first.cpu_decodes or not plan.candidates[1].requests, "CPU decodes beyond the token budget"
 
 
 def serve(mode: str, costs: Profile, load, gpu: int, cpu: int, budget: int, seqs: int) -> None:
@@ -247,9 +331,10 @@ def serve(mode: str, costs: Profile, load, gpu: int, cpu: int, budget: int, seqs
 def test_every_request_ends_and_every_plan_is_sound(mode):
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(costs=profiles, load=loads, gpu=st.integers(1, 12), cpu=st.integers(1, 16), budget=st.integers(1, 64),
-           seqs=st.integers(1, 8))  # fmt: skip
-    def check(costs, load, gpu, cpu, budget, seqs):
-        serve(mode, costs, load, gpu, cpu, budget, seqs)
+           seqs=st.integers(1, 8), patience=st.sampled_from([2, Neo.PATIENCE]))  # fmt: skip
+    def check(costs, load, gpu, cpu, budget, seqs, patience):
+        with patch.object(Neo, "PATIENCE", patience):  # few of these small loads last long enough for two forced plans
+            serve(mode, costs, load, gpu, cpu, budget, seqs)
 
     check()
 
@@ -262,9 +347,10 @@ def test_every_request_ends_and_every_plan_is_sound_many_times(mode):
     @settings(max_examples=int(float(os.environ.get("NEO_LITE_CASES", CASES)) * share), deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(costs=profiles, load=loads, gpu=st.integers(1, 12), cpu=st.integers(1, 16), budget=st.integers(1, 64),
-           seqs=st.integers(1, 8))  # fmt: skip
-    def check(costs, load, gpu, cpu, budget, seqs):
-        serve(mode, costs, load, gpu, cpu, budget, seqs)
+           seqs=st.integers(1, 8), patience=st.sampled_from([2, Neo.PATIENCE]))  # fmt: skip
+    def check(costs, load, gpu, cpu, budget, seqs, patience):
+        with patch.object(Neo, "PATIENCE", patience):  # few of these small loads last long enough for two forced plans
+            serve(mode, costs, load, gpu, cpu, budget, seqs)
 
     check()
 
