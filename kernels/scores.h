@@ -23,8 +23,8 @@ struct alignas(64) Softmax {
   }
 };
 
-// int8 rows are multiplied as integers with queries of 16 bits, twice as many at a time, where whole vectors allow it: GQA
-// reads 0.67 of the streaming read instead of 0.61. Rounding q moves a score 200 times less than int8 itself does.
+// int8 rows are multiplied as integers with queries of 16 bits, twice as many at a time, where whole vectors allow it (with
+// floats GQA was a tenth slower). Rounding q moves a score 200 times less than int8 itself does.
 constexpr bool INTEGERS = INT8 && STEP % (2 * W) == 0;
 constexpr int WIDE = INTEGERS ? 2 * W : W;
 using Query = std::conditional_t<INTEGERS, int16_t, float>;
@@ -49,13 +49,16 @@ static inline float set_query(const T* q, float scale, int16_t* out) {
   return unit * scale;
 }
 
-template <int N> static inline void dot_rows(const Query* q, const KV* const* k, const KV* const* next, int offset, Sum* dots) {
+template <int N> static inline void dot_rows(const Query* q, Streams& k, int row, Sum* dots) {
   constexpr int A = Heads<N>::A, E = 2 * N * A <= SUMS && STEP / WIDE % 2 == 0 ? 2 : 1;  // E: sums apart, for the FMA's latency
+  constexpr int EVERY = S / A * (LINE / STEP);  // as many steps as lines of each stream
+  const KV* const* from = k.at + row % S;
+  const int offset = row / S * D;
   Sum sum[E][N * A] = {};
 #pragma GCC unroll 1
   for (int d0 = 0; d0 < D; d0 += STEP) {
-#pragma GCC unroll 16
-    for (int r = 0; r < A; r++) prefetch(next[r] + offset + d0);
+    const int step = row / A * (D / STEP) + d0 / STEP;
+    if (step % EVERY == 0 && step / EVERY % 8 < 7) k.ask();  // `weigh` asks for the rest
 #pragma GCC unroll 16
     for (int d = 0; d < STEP; d += WIDE) {
       decltype(load(q)) y[N];
@@ -63,7 +66,7 @@ template <int N> static inline void dot_rows(const Query* q, const KV* const* k,
       for (int g = 0; g < N; g++) y[g] = held(load(q + g * D + d0 + d));
 #pragma GCC unroll 16
       for (int r = 0; r < A; r++) {
-        const auto x = held(numbers(k[r] + offset + d0 + d));
+        const auto x = held(numbers(from[r] + offset + d0 + d));
 #pragma GCC unroll 16
         for (int g = 0; g < N; g++) add(sum[d / WIDE % E][g * A + r], x, y[g]);
       }
@@ -85,7 +88,7 @@ template <int N> [[gnu::noinline, gnu::cold]] static void forget_from(int valid,
   }
 }
 // The visit's scores become weights, all at once: one by one, each would wait for the one before through a long chain.
-template <int N> [[gnu::noinline]] static void weigh(const Streams& k, Softmax& soft, float* w) {
+template <int N> [[gnu::noinline]] static void weigh(Streams& k, Softmax& soft, float* w) {
   constexpr int LANES = Heads<N>::LANES, ALL = Heads<N>::weights(VISIT), STEPS = Heads<N>::A * Heads<N>::Q;
   if (INT8)
     for (int i = 0; i < ALL; i += W)
@@ -104,6 +107,7 @@ template <int N> [[gnu::noinline]] static void weigh(const Streams& k, Softmax& 
     const vf m = load(soft.m + v);
     vf l = load(soft.l + v);
     for (int i = v; i < ALL; i += LANES) {
+      if (i / W % 2) k.ask();
       const vf e = exp2(load(w + i) - m);
       l += e;
       store(w + i, INT8 ? e * in_lanes<N>(k.v_scale + i / LANES * STEPS, Lanes()) : e);  // V's scale belongs to the weight
@@ -111,14 +115,14 @@ template <int N> [[gnu::noinline]] static void weigh(const Streams& k, Softmax& 
     store(soft.l + v, l);
   }
 }
-template <int N> static inline void scores(const Query* q, const Streams& k, Softmax& soft, float* w) {
+template <int N> static inline void scores(const Query* q, Streams& k, Softmax& soft, float* w) {
   constexpr int A = Heads<N>::A, Q = Heads<N>::Q, SCORES = Heads<N>::SCORES, LANES = Heads<N>::LANES;
   float* to = w;
 #pragma GCC unroll 1
   for (int i = 0; i < VISIT; i += Q * A, to += LANES) {
     if constexpr (Q == 1) {
       Sum dots[SCORES] = {};
-      dot_rows<N>(q, k.at + i % S, k.next + i % S, i / S * D, dots);
+      dot_rows<N>(q, k, i, dots);
 #pragma GCC unroll 16
       for (int v = 0; v < LANES / W; v++) store(to + v * W, to_floats(fold_all<W, W / 2>(dots + v * W)));
     } else {
@@ -126,7 +130,7 @@ template <int N> static inline void scores(const Query* q, const Streams& k, Sof
 #pragma GCC unroll 1
       for (int c = 0, j = i; c < Q; c++, j += A) {
         Sum dots[SCORES] = {};
-        dot_rows<N>(q, k.at + j % S, k.next + j % S, j / S * D, dots);
+        dot_rows<N>(q, k, j, dots);
         parts[c] = fold_all<SCORES, W / 2>(dots);
       }
       store(to, to_floats(fold_all<Q, Q / 2>(parts)));

@@ -1,6 +1,6 @@
 // The one file that knows instruction sets: formats of numbers, and how W of them are read and written at once. What is done
 // with vectors (`a * b + c` becomes an FMA by itself) is GCC's and clang's vector extensions everywhere else, so that only
-// conversions and a test need intrinsics: five to seven lines for each of AVX-512, AVX2 and NEON, none where there is none.
+// conversions, a test and products of bytes need intrinsics: a few lines for each of AVX-512, AVX2 and NEON, none elsewhere.
 // Not used, because it gained nothing: AVX-512 BF16's dot product (the kernel waits for memory, and bf16 widens with one
 // shift). AVX-512 FP16 would add up in half precision.
 #pragma once
@@ -116,6 +116,16 @@ static inline vf load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi
 static inline vi16 widen(const int8_t* p) { return (vi16)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 #ifdef __AVX512VNNI__
 static inline vi add_products(vi sum, vi16 a, vi16 b) { return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
+#define BYTE_PRODUCTS  // fast ones: as vectors.h defines them for any processor
+static inline void interleave(const int8_t* const* row, vi* out) {
+  __m512i r[4];
+  for (int i = 0; i < 4; i++) r[i] = _mm512_loadu_si512(row[i]);
+  const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpacklo_epi8(r[2], r[3]);
+  const __m512i c = _mm512_unpackhi_epi8(r[0], r[1]), d = _mm512_unpackhi_epi8(r[2], r[3]);
+  out[0] = (vi)_mm512_unpacklo_epi16(a, b), out[1] = (vi)_mm512_unpackhi_epi16(a, b);
+  out[2] = (vi)_mm512_unpacklo_epi16(c, d), out[3] = (vi)_mm512_unpackhi_epi16(c, d);
+}
+static inline vi add_byte_products(vi sum, vi a, vi b) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
 #else
 static inline vi add_products(vi sum, vi16 a, vi16 b) { return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 #endif

@@ -13,6 +13,12 @@ template <class E> static inline void store_rounded(E* p, vf v) {
   const ve x = __builtin_convertvector(round_to_int(v), ve);
   memcpy(p, &x, sizeof x);
 }
+static inline void store_bytes(uint8_t* p, vi v) {  // the lowest of each lane
+  typedef uint8_t vb __attribute__((vector_size(W)));
+  const vb x = __builtin_convertvector(v, vb);
+  memcpy(p, &x, sizeof x);
+}
+static inline vi four_bytes(const uint8_t* p) { int32_t x; memcpy(&x, p, sizeof x); return vi{} + x; }  // in every lane
 static inline float sum(vf v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 static inline vf max(vf a, vf b) { return a > b ? a : b; }  // a NaN in a is dropped here, but not by exp2
 static inline vf min(vf a, vf b) { return a < b ? a : b; }
@@ -30,6 +36,14 @@ using Lanes = std::make_index_sequence<W>;
 template <int H, class V, size_t... I> static inline V fold(V a, V b, std::index_sequence<I...>) {
   const V kept = (vi){(I & H ? -1 : 0)...} ? b : a, moved = SHUFFLE(a, b, (int)(I & H ? W + I - H : I + H)...);
   return kept + moved;
+}
+// The greatest of every R lanes, R a power of two, in each of them.
+template <int H, size_t... I> static inline vf max_of_pairs(vf v, std::index_sequence<I...>) {
+  return max(v, SHUFFLE(v, v, (int)(I ^ H)...));
+}
+template <int R> static inline vf max_of(vf v) {
+  if constexpr (R > 1) return max_of_pairs<R / 2>(max_of<R / 2>(v), Lanes());
+  else return v;
 }
 // Adds up the lanes of N vectors, N a power of two, 3 instructions a vector instead of 7. With H = W / 2 the result has
 // W / N partial sums of v[0], then of v[1] ...; Q = W / N such results go through it again with H = Q / 2, and each lane
@@ -55,6 +69,17 @@ template <int E, int N> static inline void riffle(vf (&x)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N / 2; i++) riffle<E>(x[i], x[i + N / 2], out + 2 * i, Lanes());
   memcpy(x, out, sizeof x);
+}
+
+// ---- Products of bytes, where simd.h has nothing better (BYTE_PRODUCTS) ----
+// 4 rows of 4 W bytes -> the 4 bytes of each column side by side: column 16 (l / 4) + 4 c + l % 4 in lane l of out[c].
+template <class B> static inline void interleave(const B* const* row, vi* out) {
+  for (int i = 0; i < 16 * W; i++) ((B*)out)[i] = row[i % 4][i / 4 % W / 4 * 16 + i / 4 / W * 4 + i / 4 % 4];
+}
+// Bytes without a sign times bytes with one; the products of 4 neighbours are added up.
+template <class V> static inline vi add_byte_products(vi sum, V a, V b) {
+  for (int i = 0; i < 4 * W; i++) sum[i / 4] += ((const uint8_t*)&a)[i] * ((const int8_t*)&b)[i];
+  return sum;
 }
 
 // 2^x for x <= 126, to 2e-7; below 2^-126 (minus infinity too) it gives 2^-126, a NaN stays one.
