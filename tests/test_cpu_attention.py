@@ -146,6 +146,15 @@ def test_bad_argument_is_named_before_anything_is_touched(message: str) -> None:
         load_kernel(TINY)(**arguments)
 
 
+def test_int8_without_scales_and_another_number_of_dimensions_are_named() -> None:
+    q, k, v, table, lens = case(TINY, [16, 20])
+    int8 = load_kernel(KernelSpec(16, 2, 16, "float32", "int8"))
+    with pytest.raises(NeoLiteError, match="k_scale is missing: give a float16 tensor of shape"):
+        int8(q, k.to(torch.int8), v.to(torch.int8), table, lens)
+    with pytest.raises(NeoLiteError, match="q must be"):
+        load_kernel(TINY)(q[0], k, v, table, lens)
+
+
 def test_entries_beyond_a_length_may_be_anything() -> None:
     q, k, v, table, lens = case(TINY, [16, 64])
     table[0, 1:] = -1
@@ -170,7 +179,7 @@ def quantized(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "rung,head_dim,group", [*((rung, 64, 4) for rung in RUNGS), ("flash", 128, 1), ("flash", 80, 3)]
+    "rung,head_dim,group", [*((rung, 64, 4) for rung in RUNGS), ("flash", 128, 1), ("flash", 128, 7), ("flash", 80, 3)]
 )
 def test_int8_equals_float64_of_what_is_stored(rung: str, head_dim: int, group: int) -> None:
     spec = KernelSpec(head_dim, group, 16, "float16", "int8", rung)
@@ -260,6 +269,16 @@ def test_every_compiler_and_x86_instruction_set(tmp_path: Path, compiler: str, n
     flags = f"{SHAPES[0]} {FORMATS[numbers]}" + ("" if compiler == "clang++" else " -fopenmp")  # clang's is not its own
     for isa, march in (("AVX2", "haswell"), ("generic", "x86-64")):
         assert isa in run_driver(tmp_path, compiler, f"-march={march} {flags}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_bytes_as_they_are_defined(tmp_path: Path, shape: str) -> None:
+    """AVX-512 without the instructions for them; with them they run wherever int8 is tested on this machine."""
+    if "avx512bw" not in kernel_build._cpu_flags():
+        pytest.skip("this processor has no AVX-512")
+    flags = f"-fopenmp -march=skylake-avx512 -DBYTE_PRODUCTS {shape} {FORMATS['int8']}"
+    assert run_driver(tmp_path, require_tool("c++"), flags).startswith("AVX-512")
 
 
 @pytest.mark.slow
