@@ -125,7 +125,7 @@ class Profile:
     cpu_request_tokens: float = 0.0  # what a CPU decode costs besides reading, in KV tokens
     overhead_s: float = 0.0  # an iteration beyond its stages: rows, launches, sampling that the GPU waits for
     prefill_overhead_s: float = 0.0  # and with prefills, which no CUDA graph replays
-    pair_overhead_s: float = 0.0  # and with two sub-batches, which join at every layer
+    pair_overhead_s: float = 0.0  # and with CPU decodes, whose attention the GPU joins at every layer
     launch_s: float = 0.0  # a layer's launches while the CPU computes: only where both share a thread (released NEO)
     model: str = ""
     dtype: str = ""
@@ -152,7 +152,12 @@ class Profile:
 
     def t_prefill_attn(self, works: Iterable[Work]) -> float:
         """A later chunk costs what the prompt up to its end costs, less what its earlier part did."""
-        return sum(self.prefill_attn(w.seq_len) - self.prefill_attn(w.start) for w in works)
+        return sum(self._prompt_attn(w.seq_len) - self._prompt_attn(w.start) for w in works)
+
+    def _prompt_attn(self, tokens: float) -> float:
+        """Beyond the curve, which ends with the longest chunk, along a parabola: each token attends to all before it."""
+        last, last_s = self.prefill_attn.points[-1]
+        return self.prefill_attn(tokens) if tokens <= last else last_s * (tokens / last) ** 2
 
     def t_gpu_attn(self, kv_tokens: float) -> float:
         return self.gpu_attn(kv_tokens)
@@ -189,7 +194,7 @@ class Profile:
     def overhead(self, stages: Stages) -> float:
         """What comes once an iteration."""
         prefill_s = self.prefill_overhead_s if stages.pref0 else 0.0
-        return self.overhead_s + prefill_s + (self.pair_overhead_s if stages.l1 else 0.0)
+        return self.overhead_s + prefill_s + (self.pair_overhead_s if stages.l1 or stages.ca0 else 0.0)
 
     def candidate(self, name: str, batches: Sequence[SubBatch]) -> Candidate:
         """A schedule with its estimate."""

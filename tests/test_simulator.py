@@ -292,6 +292,21 @@ def test_the_engines_recorded_runs_are_predicted(name, run):
     assert simulated["per_token_latency_s"] == pytest.approx(run["per_token_latency_s"], rel=0.15)
 
 
+TWO_CARDS = lines_of(ROOT / "data" / "recorded" / "tensor_parallel_2xh200.jsonl")
+WITH_GRAPHS = [r for r in TWO_CARDS if r["tensor_parallel"] == 2 and "note" not in r and "8b" in r["model"]]
+
+
+@pytest.mark.parametrize("run", WITH_GRAPHS, ids=lambda run: run["mode"])
+def test_two_cards_are_predicted_from_their_stage_times_all_reduces_included(run):
+    """Throughput within 15 %, from the profile that the ranks measured together before the run of mode neo."""
+    args, model = parser().parse_args(parser_words(run["command"])), MODELS[run["model"].removeprefix("random:")]
+    costs = next(Profile(**r["profile"]) for r in WITH_GRAPHS if "profile" in r)
+    tokens = int(args.cpu_kv_gib * 2**30 / model.kv_bytes_per_token(run["dtype"]))
+    config = EngineConfig(run["mode"], gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=tokens, max_seqs=512)
+    simulated = simulate(model, costs, config, parse(args.workload, args.requests, seed=args.seed)).summary()
+    assert simulated["requests_per_s"] == pytest.approx(run["requests_per_s"], rel=0.15)
+
+
 def fitting(path: Path, model: str, run: dict) -> Profile | None:
     threads = parser().parse_args(parser_words(run["command"])).cpu_threads or run["stamp"]["usable_cores"]
     try:
