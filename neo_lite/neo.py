@@ -21,6 +21,7 @@ from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Wor
 from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, halves
 
 Prefill = tuple[Request, Device]  # who would be admitted, and where its KV would live
+Dealt = tuple[list[Work], list[Work]]  # the CPU decodes of batch-0, few of them, and of batch-1, the rest
 
 
 class Cover(NamedTuple):
@@ -73,15 +74,7 @@ class Neo(Scheduler):
         waited = len(self.waiting)
         on_gpu = self._step2_gpu_decodes(moves, why)
         prefills = self._step3_prefills(len(on_gpu), len(self.waiting) == waited, any(m.target == "cpu" for m in moves))
-        works = self._by_age()
-        loads = [start + length + self.costs.cpu_request_tokens for _, start, length in works]
-        cover = self._cover(SubBatch(_works(prefills), on_gpu), len(works))
-        few, rest = self._step4_cpu_decodes(cover, works, loads)
-        kept = self._step5_reduce(prefills, on_gpu, few, rest)
-        if len(kept) < len(prefills):
-            cover = self._cover(SubBatch(_works(kept), on_gpu), len(works))
-        few, rest = self._deal(cover, works, loads, few, rest)
-        few, rest, late = self._late(cover, works, few, rest)
+        kept, (few, rest), late = self._two_batches(prefills, on_gpu)
         chosen, other, forced = self._step6_decide((prefills, kept), on_gpu, few, rest, late)
         for request, device in self._floored(prefills, on_gpu) if chosen.name == "GPU only" else kept:
             self.waiting.popleft()
@@ -89,8 +82,24 @@ class Neo(Scheduler):
             request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
         reasons = self._account(chosen, few, rest, prefills, forced)
         why.append(f"{_told(chosen)} against {_told(other)}" if other.requests else _told(chosen))
-        pair = (chosen, other)
-        return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), pair, reasons, forced)
+        return IterationPlan(
+            self.config.mode, chosen.batches, tuple(moves), tuple(why), (chosen, other), reasons, forced
+        )
+
+    def _two_batches(
+        self, prefills: list[Prefill], on_gpu: tuple[Work, ...]
+    ) -> tuple[list[Prefill], Dealt, tuple[int, ...]]:
+        """Steps 4 and 5: the prefills kept, the CPU decodes of either batch, and who among them is late."""
+        works = self._by_age()
+        if not works:
+            return self._step5_reduce(prefills, on_gpu, (), ()), ([], []), ()
+        loads = [start + length + self.costs.cpu_request_tokens for _, start, length in works]
+        cover = self._cover(SubBatch(_works(prefills), on_gpu), len(works))
+        few, rest = self._step4_cpu_decodes(cover, works, loads)
+        kept = self._step5_reduce(prefills, on_gpu, few, rest)
+        if len(kept) < len(prefills):
+            cover = self._cover(SubBatch(_works(kept), on_gpu), len(works))
+        return kept, *self._late(cover, works, *self._deal(cover, works, loads, few, rest))
 
     # ---- The six steps ----
 
@@ -121,15 +130,13 @@ class Neo(Scheduler):
             found.append((request, fits[0]))
         return found
 
-    def _step4_cpu_decodes(
-        self, cover: Cover, works: Sequence[Work], loads: Sequence[float]
-    ) -> tuple[list[Work], list[Work]]:
+    def _step4_cpu_decodes(self, cover: Cover, works: Sequence[Work], loads: Sequence[float]) -> Dealt:
         """CPU decodes for batch-0 and batch-1 while `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` hold; the others are skipped.
 
         Batch-1 first: its attention hides behind the linear stage of all of batch-0, so that step 5 finds what can go.
         """
         few, rest, skipped = list[Work](), list[Work](), list[Work]()
-        room0, room1, least = cover.room0.tolist(), cover.room1.tolist(), min(loads, default=0.0)
+        room0, room1, least = cover.room0.tolist(), cover.room1.tolist(), min(loads)
         load0 = load1 = 0.0
         for i, (work, load) in enumerate(zip(works, loads, strict=True)):
             if load1 + load <= room1[len(few)]:
@@ -143,10 +150,10 @@ class Neo(Scheduler):
                 break
             else:
                 skipped.append(work)
-        self._overflow(skipped, few, rest, load0, load1)
+        self._overflow(skipped, few, rest)
         return few, rest
 
-    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work], load0: float, load1: float) -> None:
+    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work]) -> None:
         """CPU decodes that would break both inequalities: left to the next iteration."""
 
     def _step5_reduce(
@@ -166,14 +173,14 @@ class Neo(Scheduler):
         return kept
 
     def _deal(
-        self, cover: Cover, works: Sequence[Work], loads: Sequence[float], few: list[Work], rest: list[Work]
-    ) -> tuple[list[Work], list[Work]]:
+        self, cover: Cover, works: list[Work], loads: Sequence[float], few: list[Work], rest: list[Work]
+    ) -> Dealt:
         """Step 4 once more, since step 5 has settled the prefills: which CPU decodes go to which batch?
 
         Of all ways to cut the queue, the first k into batch-0 and the next into batch-1, as many as hide there or none (then
         the weights are read once), the one with the largest x/T; or what step 4 found, if none is larger.
         """
-        if not self.greedy or not works:
+        if not self.greedy:
             return few, rest
         load = np.cumsum([0.0, *loads])
         k = np.arange(min(len(works), cover.seats) + 1)
@@ -184,7 +191,7 @@ class Neo(Scheduler):
         best = int(np.argmax(rates))
         if best == 0:
             return few, rest
-        return list(works[: k[best]]), list(works[k[best] : k[best] + m[best]])
+        return works[: k[best]], works[k[best] : k[best] + m[best]]
 
     def _rates(self, cover: Cover, k: np.ndarray, m: np.ndarray) -> np.ndarray:
         """x/T with k CPU decodes in batch-0 and m in batch-1, all hidden: T is then the GPU's own work."""
@@ -195,16 +202,15 @@ class Neo(Scheduler):
 
     def _late(
         self, cover: Cover, works: Sequence[Work], few: list[Work], rest: list[Work]
-    ) -> tuple[list[Work], list[Work], tuple[int, ...]]:
+    ) -> tuple[Dealt, tuple[int, ...]]:
         """Whoever has waited longest, and too long, is served beside the others, or alone in batch-0 where that has the larger
         x/T; but not within `PATIENCE` plans after a forced one. Also returns its id."""
-        if not works or min(self.unforced, self.skipped[works[0].request]) < self.PATIENCE:
-            return few, rest, ()
+        if min(self.unforced, self.skipped[works[0].request]) < self.PATIENCE:
+            return (few, rest), ()
         oldest = works[0]
         beside = (few, rest) if oldest in few or oldest in rest else (few, [*rest, oldest])
         ways = (beside, ([oldest], list[Work]())) if self.greedy and cover.seats else (beside,)
-        few, rest = max(ways, key=lambda way: self._two(cover.first, *way).rate)
-        return few, rest, (oldest.request.id,)
+        return max(ways, key=lambda way: self._two(cover.first, *way).rate), (oldest.request.id,)
 
     def _step6_decide(
         self, prefills: tuple[list[Prefill], list[Prefill]], on_gpu: Sequence[Work], few: list[Work], rest: list[Work],
@@ -219,9 +225,9 @@ class Neo(Scheduler):
             two = self.costs.candidate("two batches", [SubBatch(cpu_decodes=half) for half in halves(waiting)])
             forced = () if two.stages.holds else (-1,)
             return two, one, forced
-        better = two.rate > one.rate and two.stages.holds and bool(few or rest)
-        if better or (forced and (few or rest)) or (not self.greedy and (few or rest)):
-            return two, one, forced if forced and not better else ()
+        better = two.rate > one.rate and two.stages.holds
+        if (few or rest) and (better or forced or not self.greedy):
+            return two, one, () if better else forced
         return one, two, ()
 
     # ---- What they share ----
@@ -305,13 +311,9 @@ class Asymmetric(Neo):
     PATIENCE = 8
     greedy = False
 
-    def _step5_reduce(
-        self, prefills: Sequence[Prefill], on_gpu: Sequence[Work], few: Sequence[Work], rest: Sequence[Work]
-    ) -> list[Prefill]:
-        return list(prefills)
-
-    def _floored(self, prefills: Sequence[Prefill], on_gpu: Sequence[Work]) -> list[Prefill]:
-        return list(prefills)
+    def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
+        super().__init__(config, blocks, costs)
+        self.floor = 2**62  # tokens: no prefill is taken back
 
 
 class FastDecodePlus(Neo):
@@ -325,15 +327,9 @@ class FastDecodePlus(Neo):
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Nobody decodes on the GPU."""
 
-    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work], load0: float, load1: float) -> None:
-        for work in works:
-            load = work.seq_len + self.costs.cpu_request_tokens
-            if load0 < load1:
-                few.append(work)
-                load0 += load
-            else:
-                rest.append(work)
-                load1 += load
+    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work]) -> None:
+        for batch, half in zip((rest, few), halves(works), strict=False):
+            batch += half
 
 
 class NeoReleased(Neo):
