@@ -10,7 +10,7 @@
 # Threads: all cores but two a GPU. A run that hangs ends at its own limit and costs the others nothing. First, in a
 # checkout with the test packages: python -m pytest tests/test_parallel.py -k two_gpus (the same tokens as on one GPU).
 # Where a virtual machine's MemTotal grows with use, set NEO_LITE_HOST_MEMORY_GIB to what it may grow to.
-# OUT/runs.jsonl becomes data/recorded/tensor_parallel_2xh200.jsonl, which notebook 12 draws.
+# OUT/runs.jsonl becomes data/recorded/tensor_parallel_2xh200.json, which notebook 12 draws.
 set -u
 out=$1 python=${2:-python3}
 mkdir -p "$out"

@@ -292,7 +292,7 @@ def test_the_engines_recorded_runs_are_predicted(name, run):
     assert simulated["per_token_latency_s"] == pytest.approx(run["per_token_latency_s"], rel=0.15)
 
 
-TWO_CARDS = lines_of(ROOT / "data" / "recorded" / "tensor_parallel_2xh200.jsonl")
+TWO_CARDS = lines_of(ROOT / "data" / "recorded" / "tensor_parallel_2xh200.json")
 WITH_GRAPHS = [r for r in TWO_CARDS if r["tensor_parallel"] == 2 and "note" not in r and "8b" in r["model"]]
 
 
