@@ -576,7 +576,8 @@ for group, name in ((1, "MHA"), (4, "GQA")):
 
 # %% [markdown]
 # Half the bytes are not quite half the time: every number has still to be multiplied, and now twice as many arrive in the
-# same time. Where arithmetic was close behind, as with GQA, it comes to the front.
+# same time. Where arithmetic was close behind, as with GQA, it comes to the front. So the top rung multiplies int8 as
+# integers where the processor can: K two numbers at a time (`scores.h`), V four, without ever widening it (`values.h`).
 #
 # ### What does the model say?
 #
