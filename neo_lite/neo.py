@@ -197,7 +197,8 @@ class Neo(Scheduler):
         """x/T with k CPU decodes in batch-0 and m in batch-1, all hidden: T is then the GPU's own work."""
         costs, stages, count = self.costs, cover.stages, len(cover.first) + k + m
         layer_s = cover.linear0[k] + cover.linear1[m] + stages.pref0 + stages.ga0
-        once_s = costs.head.each(count) + costs.overhead(stages) + costs.pair_overhead_s * (m > 0)
+        alone_s, both_s = costs.overhead(replace(stages, ca0=1.0)), costs.overhead(replace(stages, l1=1.0))
+        once_s = costs.head.each(count) + np.where(m > 0, both_s, alone_s)
         return count / np.maximum(costs.num_layers * layer_s + once_s, 1e-12)
 
     def _late(

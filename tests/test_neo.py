@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,11 +14,11 @@ from test_scheduler import CheckingExecutor, assert_all_free
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import MODELS, EngineConfig, NeoLiteError
-from neo_lite.cost_model import Profile
+from neo_lite.cost_model import Curve, Profile
 from neo_lite.engine import Engine
 from neo_lite.hardware import HARDWARE, costs_of
 from neo_lite.neo import POLICIES, Neo, NeoReleased
-from neo_lite.request import Request, SamplingParams
+from neo_lite.request import Request, SamplingParams, SubBatch, Work
 from neo_lite.simulator import simulate
 from neo_lite.workload import parse
 
@@ -162,6 +163,21 @@ def test_what_hides_behind_the_attention_of_batch_0_needs_no_second_reading_of_t
     assert plan.candidates[0].seconds == pytest.approx(8) and plan.candidates[0].name == "one batch with CPU decodes"
     assert plan.reasons[1] == "batch-0: CPU decode within its inequality"
     assert plan.reasons[2] == "skipped: it would break both inequalities"
+
+
+def test_what_is_dealt_is_weighed_as_the_candidates_of_step_6_are():
+    """All cuts at once, by the same x/T as one candidate, what comes once an iteration included."""
+    s = scheduler(gpu_blocks=41)
+    s.costs = replace(
+        BY_HAND, head=Curve([(1, 0.5), (9, 4.5)]), overhead_s=0.1, prefill_overhead_s=0.2, pair_overhead_s=0.4
+    )
+    works = [Work(running(s, "cpu", 10, i), 9, 1) for i in range(1, 5)]
+    gpu, prompt = Work(running(s, "gpu", 300, 0), 299, 1), Work(Request(9, (1,) * 20), 0, 20)
+    for first in (SubBatch((), (gpu,)), SubBatch((prompt,), (gpu,))):
+        for k, m in ((1, 0), (2, 0), (0, 2), (1, 1), (2, 2)):
+            two = s._two(first, works[:k], works[k : k + m])
+            assert two.stages.holds
+            assert s._rates(s._cover(first, 4), np.array([k]), np.array([m])) == pytest.approx(two.rate)
 
 
 def test_cpu_decodes_of_batch_0_count_against_the_token_budget():
