@@ -219,7 +219,7 @@ def panel(view: View) -> str:
     layers_s = [c.stages.paper_layer if barriers else c.stages.layer for c in pair]
     for c, layer_s in zip(pair, layers_s):
         parts.append(schedule(c, layer_s, max(layers_s), chosen=c is view.plan.candidates[0]))
-    return _paper(*parts, *(inequalities(c.stages) for c in pair if c.name == "two batches"), placement(view))
+    return _paper(*parts, *(inequalities(c.stages) for c in pair if c.name != "GPU only"), placement(view))
 
 
 def schedule(c: Candidate, layer_s: float, longest_s: float, chosen: bool = False, layers: int = 2) -> str:

@@ -1,8 +1,8 @@
 """Iterations of decodes alone, captured as CUDA graphs: one launch instead of some thousand. Called by the pipeline.
 
 A graph repeats the same kernels with the same addresses. So each combination of sizes has a graph of its own, and `Rows`
-of its own that stay where they are: an iteration copies its numbers there and replays. The first iteration of a combination
-runs eagerly (which also compiles kernels and warms libraries up), the second captures. Prefills, swaps and recorded
+of its own that stay where they are: an iteration copies its numbers there and replays. The first `EAGER` iterations of a
+combination run eagerly (which also compiles kernels and warms libraries up), the next captures. Prefills, swaps and recorded
 timelines run eagerly. Both ways go through one function, `forward`.
 
 On 8 SMs of an H200, 22 decodes of an 8B model take 28.4 ms instead of 29.4, since Python launches them in 0.6 ms instead of

@@ -198,10 +198,11 @@ def test_each_iteration_of_a_run_explains_everybody_who_is_there(result):
         view = explorer.view_at(result, config, k)
         there = [r.id for r in result.requests if r.arrival_s <= iteration.start_s < r.finished_s]
         assert set(explorer.reasons(view)) == set(there), f"iteration {k}"
-        chosen = "Two" if iteration.kind.startswith("two") else "GPU"
+        one = "One batch with" if iteration.requests[2] else "GPU"
+        chosen = "Two" if iteration.kind.startswith("two") else one
         assert explorer.decision(view).startswith(chosen)
         kinds.add(chosen)
-    assert kinds == {"GPU", "Two"}, "the mode flips as the load rises"
+    assert kinds >= {"GPU", "Two"}, "the mode flips as the load rises"
 
 
 def test_the_strip_draws_every_iteration_and_marks_the_cursor(result):
