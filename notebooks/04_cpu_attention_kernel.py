@@ -741,7 +741,7 @@ for name, (gbps, share, _) in race(cases, rounds=3).items():
 # %%
 DATA = next(p for p in (Path("data"), Path("../data"), Path("neo-lite/data")) if p.is_dir())
 runs = [json.loads(path.read_text()) for path in sorted((DATA / "recorded").glob("*kernel_bench*.json"))]
-runs.sort(key=lambda run: (run["threads"], run["shape"], run["dtype"]))
+runs.sort(key=lambda run: (run["threads"], run["stamp"]["cpu"], run["shape"], run["dtype"]))
 for run in runs:
     flash = [row for row in run["kernels"] if row["name"] == "flash"]
     shares = ", ".join(f"{row['case']}: {row['gbps']:.0f} GB/s ({row['fraction']:.0%})" for row in flash)
@@ -766,7 +766,8 @@ def draw_run(ax: plt.Axes, run: dict) -> None:
         )
     ax.axvline(100, color=plots.COLORS["gpu"], linestyle="--")
     ax.set_yticks(range(len(names)), names)
-    ax.set_title(f"{run['shape']}, {run['threads']} threads,\nread {run['read_gbps']:.0f} GB/s", fontsize=9)
+    maker = run["stamp"]["cpu"].replace("(R)", "").split()[0]
+    ax.set_title(f"{run['shape']}, {maker}, {run['threads']} threads,\nread {run['read_gbps']:.0f} GB/s", fontsize=9)
     ax.set(xlabel="% of the roofline", xlim=(0, 108))
     ax.grid(visible=False, axis="y")
 
@@ -777,9 +778,11 @@ def draw_run(ax: plt.Axes, run: dict) -> None:
 # %%
 shown = [run for run in runs if run["dtype"] == "fp16"]
 if shown:
-    fig, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown) + 1, 3.2), sharey=True, squeeze=False)
-    for ax, run in zip(axes[0], shown):
-        draw_run(ax, run)
+    lines = -(-len(shown) // 4)
+    across = -(-len(shown) // lines)
+    fig, axes = plt.subplots(lines, across, figsize=(2.6 * across + 1, 3.2 * lines), sharey=True, squeeze=False)
+    for ax, run in itertools.zip_longest(axes.flat, shown):
+        draw_run(ax, run) if run else ax.set_visible(False)
     axes[0, 0].legend(
         fontsize=7, title="sequences x tokens", title_fontsize=7, loc="center right", bbox_to_anchor=(0.93, 0.47)
     )
