@@ -9,7 +9,7 @@
 // 2 longer spans a thread and short ones at the end instead of 4 equal ones: nothing on 2 cores, 3 to 10 % on the 16 of an
 // H200's host, where MHA then reads 0.90 to 0.93 and GQA 0.81 to 0.84 of the streaming read. The weights of 64 rows at once,
 // not row by row, and lines asked for evenly meanwhile: 2 % on fp16. int8, whose V stays in bytes (values.h), gave GQA 1.55 x
-// the tokens of fp16 before these, on 2 cores of a Xeon, and 1.8 x since. Without gain: prefetching a line
+// the tokens of fp16 before these, on 2 cores of a Xeon, and 1.75 x since. Without gain: prefetching a line
 // of later pages for the TLB, a second prefetch nearby (into L2 either), reading whole rows of V for two heads at a time,
 // lengths that fall with what is left (odd remainders cost more than they even out).
 #include "values.h"
