@@ -213,7 +213,7 @@ for n, s in recorded.prefill_attn.points[-4:]:
 chunks = [Work(Request(0, (7,) * 2048), start, 512) for start in range(0, 2048, 512)]
 each_s = [recorded.t_prefill_attn([chunk]) for chunk in chunks]
 print("ms for each chunk of 512:", ", ".join(f"{1e3 * s:.2f}" for s in each_s))
-assert abs(sum(each_s) - recorded.prefill_attn(2048)) < 1e-12
+assert abs(sum(each_s) - recorded.t_prefill_attn([Work(Request(0, (7,) * 2048), 0, 2048)])) < 1e-12
 
 # %% [markdown]
 # That holds for the operations. Each chunk also reads the KV of all earlier ones again, which a large chunk hardly
@@ -239,11 +239,12 @@ _ = plots.save_figure(fig, "08_attention", "recorded", SLICE)
 
 # %% [markdown]
 # On the left two lines, level where a kernel, a call and its copies take longer than the reading, and straight beyond.
-# On the right a stage that starts as nearly nothing and turns into a parabola:
+# On the right a stage that starts as nearly nothing and turns into a parabola; the cost model goes on along it where its
+# points end:
 
 # %%
 for n in (256, 2048, 10_000):
-    attention_s = recorded.prefill_attn(n) if n < last else last_s * (n / last) ** 2
+    attention_s = recorded.t_prefill_attn([Work(Request(0, (7,) * n), 0, n)])
     share = attention_s / (attention_s + recorded.t_linear(n))
     print(
         f"a prompt of {n:6,} tokens: its attention is {share:.0%} of a layer" + (", by the square" if n > last else "")
