@@ -189,7 +189,7 @@ torch.testing.assert_close(out, attention.reference(q, q, q, k_cache, v_cache, v
 print(f"equal; {2 * int(lens.sum()) * 2 * 128 * 4 / toy_s / 1e6:.1f} MB/s")
 
 # %% [markdown]
-# Correct, and a thousand times too slow. The same three sequences in fp16 will be the test of every kernel that we make
+# Correct, and thousands of times too slow. The same three sequences in fp16 will be the test of every kernel that we make
 # ourselves; `error` is the largest relative error of a result against float64.
 
 # %%
@@ -337,13 +337,13 @@ plots.save_figure(fig, "04_ladder", "measured", f"8 x 1,000 tokens, fp16; {here}
 plt.show()
 
 # %% [markdown]
-# - Scalar code is far from the roof: it is bound by *instructions*. Threads multiply its speed by their number at most.
+# - Scalar code is far from the roof: it is bound by *instructions*. Threads multiply its speed by about their number.
 # - Vectors take most of those instructions away. From there on, it is memory that the kernel waits for.
 # - On MHA the last rung does the same sums as the one below. It keeps more reads in flight and wastes fewer words.
 # - With GQA the lower rungs go through each row four times, and do not see that they could have kept it.
 # - torch's own attention hands blocks of 512 rows and a single query to its BLAS. What that makes of fp16 depends on the
-#   processor. On the AMD core that these runs are from, MKL takes its default path and spends two thirds of the time in
-#   turning fp16 into floats, number by number (`perf record`: `hfcopy`), with GQA once more for each query head.
+#   processor. On the AMD core of section 7, MKL takes its default path and spends two thirds of the time in turning fp16
+#   into floats, number by number (`perf record`: `hfcopy`), with GQA once more for each query head.
 #
 # ## 4. What changes it
 #
@@ -576,8 +576,8 @@ for group, name in ((1, "MHA"), (4, "GQA")):
 
 # %% [markdown]
 # Half the bytes are not quite half the time: every number has still to be multiplied, and now twice as many arrive in the
-# same time. Where arithmetic was close behind, as with GQA, it comes to the front. So the top rung multiplies int8 as
-# integers where the processor can: K two numbers at a time (`scores.h`), V four, without ever widening it (`values.h`).
+# same time. Arithmetic comes to the front, with GQA the most, where four heads use each number. So the top rung multiplies
+# int8 as integers where the processor can: K two numbers at a time (`scores.h`), V four, without ever widening it (`values.h`).
 #
 # ### What does the model say?
 #

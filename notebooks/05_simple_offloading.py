@@ -398,7 +398,7 @@ ours_s = dict(zip(WAYS, map(seconds_a_layer, (on_the_cpu, swap_in, swap_in_and_g
 table(ours_s, COUNT * TOKENS * model.config.kv_bytes_per_token(str(model.dtype)[6:]) // model.config.num_layers)
 
 # %% [markdown]
-# Without a GPU the "link" is a copy within your own memory, faster than a real one; and the GPU's attention is torch's,
+# Without a GPU the "link" is a copy within your own memory, by your own cores; and the GPU's attention is torch's,
 # which on a processor is no match for a kernel written for it. So judge by a real link. This was recorded on the machine
 # of the timeline above, with more requests:
 
@@ -457,7 +457,8 @@ for name, t in (("measured", measured), ("recorded", recorded)):
     print(f"with perfect overlap {1e3 * best_s:5.1f} ms: {length_s(t) / best_s:.2f} x the speed")
 
 # %% [markdown]
-# (On a machine without a GPU the first line is a thought experiment: the same cores cannot work twice.)
+# (On a machine without a GPU the first line is a thought experiment: the same cores cannot work twice. The recorded
+# iteration is a little longer than section 3 says, since recording a timeline takes time as well.)
 #
 # Overlap needs two batches, so that one can be on the GPU while the other is on the CPU.
 # - **Symmetric pipelining** (FastDecode) cuts the batch into two equal halves and lets them take turns. The weights are

@@ -319,7 +319,9 @@ if hasattr(os, "getloadavg"):
 
 # %% [markdown]
 # On your machine that depends on what else it does: a pipeline over two cores needs both of them free. And two cores
-# share one memory: the more one reads, the less the other gets. (The last line takes longer since it does more.)
+# share one memory: the more one reads, the less the other gets. Where a core plays the GPU, attention over the "GPU's" KV
+# is no faster than the CPU's. So the asymmetric pipeline fills the GPU's lane, which had the linear stages to do already,
+# and need not be quicker here than the symmetric one. (The last line takes longer since it does more.)
 #
 # ## 4. Figures 3, 4 and 5, recorded
 #
@@ -434,8 +436,8 @@ draw(measured, measured, 2, "07_here", "measured", here, 7.2)
 
 # %% [markdown]
 # In figure 3's rows, bars stand over gaps. In figure 4's, solid stands over hatched, and the CPU's lane is the long
-# one. In figure 5's, the CPU's long hatched bar stands beneath all of batch-0's GPU work, and with a prefill there the
-# GPU's lane has hardly a gap left.
+# one. In figure 5's, the CPU's hatched bar stands beneath solid ones, batch-0's work on the GPU, and the GPU's lane has
+# hardly a gap left; with a prefill in batch-0 there is room beneath it for many more CPU decodes.
 #
 # ## 5. What a layer takes, without barriers
 #
@@ -754,7 +756,7 @@ def leaves_solved():
 #     return tokens * m.kv_bytes_per_token("float16") / m.num_layers / gb_s / 1e9
 # ```
 #
-# 0.16 ms, while the linear stage of 1,000 tokens takes some 10 ms on such a card: it never shows.
+# 0.16 ms, while the linear stage of 1,000 tokens takes 7 ms or more on such a card: it never shows.
 #
 # </details>
 
