@@ -58,6 +58,7 @@ from time import perf_counter
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator
 
 from neo_lite import NeoLiteError, Timeline, build_engine, exercise, hardware, load_model, plots, profiler
 from neo_lite.config import MODELS
@@ -133,7 +134,8 @@ def linear_s(m, tokens, h, p):
 # %%
 roof = roofline(part, llama)
 assert all(abs(linear_s(llama, n, part, part.sharpness) / s - 1) < 1e-9 for n, s in roof.linear.points)
-print(f"{len(roof.linear.points)} points, equal; p = {part.sharpness}: {part.sources['sharpness']}")
+fitted_to = part.sources["sharpness"].partition(",")[0]
+print(f"{len(roof.linear.points)} points, equal; p = {part.sharpness}, fitted to: {fitted_to}")
 
 # %% [markdown]
 # Now the stopwatch: the linear stage as recorded on that slice, against both roofs.
@@ -170,10 +172,12 @@ fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "08_linear", "recorded + simulated", SLICE)
 
 # %% [markdown]
-# Far from the ridge both are right. Near it, where a decode batch and a short prompt meet, the textbook promises far
-# too much, and that is where the scheduler decides. A smaller p mends it. Mind that this is a fit, not a prediction: one
-# rate is the curve's left end, the other its right end, and p was chosen for what lies between. What three numbers can
-# do here is draw the whole curve; for a machine that nobody has measured they are the best there is.
+# Far from the ridge both are within a few percent. Near it, where a decode batch and a short prompt meet, the textbook
+# promises far too much, and that is where the scheduler decides. A smaller p mends most of it, and at the ridge itself
+# a little more than that: there the p-norm is now too long. Mind that this is a fit, not a prediction: one rate is the
+# curve's left end, the other its right end, and p was chosen for what lies between, all three on an earlier recording
+# of this slice. What three numbers can do here is draw the whole curve; for a machine that nobody has measured they are
+# the best there is.
 #
 # ## 2. Attention
 #
@@ -231,7 +235,7 @@ for curve, color, name in ((recorded.prefill_attn, GPU, "prefill attention"), (r
     right.loglog(*(np.array(curve.points) * (1, 1e3)).T, "o-", ms=4, color=color, label=name)
 prompt = np.geomspace(100, 10_000, 50)
 right.loglog(prompt, 1e3 * last_s * (prompt / last) ** 2, "--", color=GPU, lw=1, label="n²")
-right.set(xlabel="tokens of one prompt", ylim=(0.05, 100))
+right.set(xlabel="tokens of one prompt", ylim=(0.005, 100))
 for ax in (left, right):
     ax.legend(fontsize=8, loc="upper left")
 fig.tight_layout(rect=BELOW)
@@ -239,8 +243,8 @@ _ = plots.save_figure(fig, "08_attention", "recorded", SLICE)
 
 # %% [markdown]
 # On the left two lines, level where a kernel, a call and its copies take longer than the reading, and straight beyond.
-# On the right a stage that starts as nearly nothing and turns into a parabola; the cost model goes on along it where its
-# points end:
+# On the right a stage that starts as nearly nothing, rises in two steps, beyond 64 and beyond 128 tokens, and turns into
+# a parabola; the cost model goes on along it where its points end:
 
 # %%
 for n in (256, 2048, 10_000):
@@ -357,8 +361,9 @@ for name in STAGES:
 print(f"all stages together, as timed: {mine.stamp['held_out']['all']:.1%}")
 
 # %% [markdown]
-# On a quiet machine a few percent; on one that others use at the same time, as much as they disturb. The figure shows
-# both: the dots made the line, the crosses were held out.
+# On a quiet machine a few percent where a curve is smooth, and more where it jumps from one point to the next, as the
+# head's often does; on a machine that others use at the same time, as much as they disturb. The figure shows the first
+# four stages: the dots made the line, the crosses were held out.
 
 
 # %%
@@ -370,6 +375,8 @@ def draw_held_out(ax, name, color):
     ax.loglog(*points[::2].T, "o", color=color, ms=4, label="known")
     ax.loglog(*points[1::2].T, "x", color="black", ms=6, label="held out")
     ax.minorticks_off()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.set_title(f"{name}: median error {ours[name]:.1%}", size=9)
 
 
@@ -505,10 +512,12 @@ fig.tight_layout(rect=(0, 0.08, 1, 1))
 _ = plots.save_figure(fig, "08_two_clocks", "simulated", SLICE)
 
 # %% [markdown]
-# With the barrier the GPU waits for the CPU in each layer, though it has other work at hand.
+# With the barrier the GPU waits for the CPU in each layer, though it has other work at hand. As streams it waits less:
+# only as long as batch-1's own chain, its linear stage and then its attention, outlasts all of the GPU's work.
 #
 # Who is right? A few kinds of iterations were run on the slice for real, with each of their stages timed alone in the
-# same process. (The last one ran with an earlier CPU kernel, at half of today's speed. Its sums are none the worse.)
+# same process. (The last one is from an earlier version, whose CPU kernel was less than half as fast. Its sums are none
+# the worse.)
 
 # %%
 cases = json.loads((DATA / "recorded/h200_8sm_iteration_bound.json").read_text())["cases"]
@@ -542,8 +551,9 @@ _ = plots.save_figure(fig, "08_bounds", "recorded + simulated", f"the sums of re
 
 # %% [markdown]
 # Where the CPU is the longer side, the paper's estimate is too long, and the iteration lies between it and ours. Where
-# the GPU is, they agree. The last case is one that no scheduler should plan: its batch-0 has more CPU attention than
-# batch-1's linear stage and its own GPU attention hide, against the second inequality, and it takes longer than both say.
+# the GPU is, both say the same, and the iteration takes a few percent more. The last case is one that no scheduler should
+# plan: its batch-0 has more CPU attention than batch-1's linear stage and its own GPU attention hide, against the second
+# inequality, and of the three on which both estimates agree it exceeds them most.
 #
 # ## 6. What the layers leave
 #
@@ -574,7 +584,9 @@ for name, (layers, head, overhead) in cases.items():
     print(f"{name:28} layers {layers:5.1f} %, head {head:4.1f} %, overhead {overhead:4.1f} %")
 
 # %% [markdown]
-# The vocabulary decides: 49,152 words of 576 numbers are a fifth of everything that the small model reads for a token.
+# The smaller the model, the more the rest weighs. The overhead is a matter of milliseconds, which a short iteration feels
+# most. And the head grows with the vocabulary: 49,152 words of 576 numbers are a fifth of everything that the small model
+# reads for a token. (Its share of the time may be smaller: one large matrix is read faster than many small ones.)
 
 # %%
 for m in (llama, MODELS["smollm2"]):

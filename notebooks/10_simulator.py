@@ -261,7 +261,7 @@ for mode in ("gpu-only", "neo"):
 
 # %% [markdown]
 # They must be: it is the same scheduler, and all requests were there from the start. (If NEO shows no iteration with two
-# batches, the profile says that they do not pay here.) Second question: the times.
+# batches, the profile says that they do not pay here; decodes on the CPU then run in the one batch.) Second question: the times.
 
 # %%
 for mode, ((asked, _), simulated) in pairs.items():
@@ -349,8 +349,8 @@ for load, by_mode in rates.items():
         print(f"{load}: NEO gains {real - 1:.1%} on the real devices, {told - 1:.1%} in the simulator")
 
 # %% [markdown]
-# A gain is a ratio of two rates. If each is off by some percent, the gain can be off by as many points, and it is. So
-# read the what-ifs below for their shapes, and do not trust a difference of five points.
+# A gain is a ratio of two rates. If each is off by some percent, the gain can be off by as many points, and with 200
+# tokens of output it is. So read the what-ifs below for their shapes, and do not trust a difference of five points.
 #
 # As a picture, if there are any: the shaded band is what the project asks of its simulator, 10 % for throughput and
 # 15 % for latency.
@@ -415,7 +415,8 @@ _ = plots.save_figure(fig, "10_output_length", "simulated + recorded + paper")
 # %% [markdown]
 # **What it says.** Longer answers mean more decodes for each prompt, so more for NEO to batch; but also more CPU
 # attention for each prompt to hide behind. Where the CPU cannot keep up any more, the curve bends, the sooner the slower
-# the host. A slow one ends near 1, or below it: why, you will see in a moment.
+# the host. A slow one ends near 1: why, you will see in a moment. (With 100 tokens or fewer the hosts lie within the
+# five points that are not to be trusted.)
 #
 # One warning about such numbers. A run has a beginning and an end, where batches are small, and a short run is mostly
 # beginning and end:
@@ -442,8 +443,8 @@ for output in SHORT:
 
 # %% [markdown]
 # **What it says.** Nothing is gained where an answer is a handful of tokens: such a load is prefills, and those the
-# GPU does alone. A few percent can be lost, to swaps and to prompts that are not cut. The paper sees the same, "slightly
-# under 1".
+# GPU does alone. Less than a percent is lost, to prompts that are not cut: beside a GPU-only that does not cut them
+# either, next to nothing is. The paper sees the same, "slightly under 1".
 #
 # ### CPU bandwidth
 #
@@ -477,8 +478,9 @@ print(f"rebuilt {rebuilt:.3f} requests/s, as profiled {known:.3f}")
 assert abs(rebuilt / known - 1) < 0.05
 
 # %% [markdown]
-# And then hosts from a laptop's to a large server's. The plans are kept as well, and those counted that are `forced`: a
-# request on the CPU was passed over so often, since it would not hide, that it had to run all the same.
+# Predict: does a host of 12.5 GB/s, a laptop's, slow the GPU down? And then hosts up to a large server's. The plans are
+# kept as well, and those counted that are `forced`: a request on the CPU was passed over so often, since it would not
+# hide, that it had to run all the same.
 
 # %%
 HOST_GB_S = (12.5, 25, 50, 100, 200)
@@ -491,7 +493,7 @@ for output, ratios in by_host.items():
         print(f"1,000 + {output} tokens, {gb_s:5.1f} GB/s: {ratios[-1]:.2f} x, {forced:3.0%} of the plans forced")
 
 # %% [markdown]
-# The dotted lines are the hosts that were measured.
+# The dotted lines are the hosts that were measured, 4, 8 and 14 threads of one.
 
 # %%
 fig, ax = plt.subplots(figsize=(6.8, 3.8))
@@ -509,11 +511,16 @@ fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "10_cpu_bandwidth", "simulated", f"{SLICE}, 150 requests")
 
 # %% [markdown]
-# **What it says.** Bandwidth, not cores, is what the host contributes. For short answers a little is enough and more
-# is wasted; for long ones each doubling counts. And a host that is too slow can cost you. The scheduler weighs one
-# iteration at a time, and in that one a prompt with its KV sent to the CPU looks well; but the request has to be served
-# there to its last token. If it does not hide behind anything, it is forced, and each forced iteration reads all weights
-# twice for its sake.
+# **What it says.** Bandwidth is what the host contributes. For short answers each doubling adds a few points at most.
+# For long ones a slow host adds next to nothing, and a fast one the more: for each prompt there is three times as
+# much CPU attention to hide.
+#
+# A host that is too slow gains nothing; it hardly costs anything either. That is not a matter of course. The scheduler
+# weighs one iteration at a time, and in that one a prompt with its KV sent to the CPU looks well; but the request has to
+# be served there to its last token. If it does not hide behind anything, it is forced, and everybody in that iteration
+# waits for the CPU. So `neo` rations it: between two forced plans lie at least 16 others, which makes one in 17 at
+# most, 6 %. Compare the last column: on the slow hosts it is nearly used up. Without the ration most plans there would
+# be forced, with a loss for all.
 #
 # ### GPU memory
 #
@@ -546,8 +553,8 @@ fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "10_gpu_memory", "simulated", f"{SLICE}, 14 threads; 150 requests of 1,000 + 200")
 
 # %% [markdown]
-# **What it says.** With a quarter of the A10G's pool NEO doubles the throughput; with four times as much it does
-# nothing, give or take two percent. A smaller card with NEO does what a larger one does without.
+# **What it says.** With a quarter of the A10G's pool NEO adds three quarters to the throughput; with four times as
+# much it adds nothing, give or take two percent. With half the pool NEO serves about what the whole one serves without.
 #
 # ### Chunked prefill, against NEO and with it
 #
@@ -578,7 +585,7 @@ for (mode, batch), result in chunked.items():
 
 # %% [markdown]
 # As a picture: up is more throughput, left is smaller gaps. Each line begins at the median gap and ends, with its
-# marker, at the worst 1 %.
+# marker, at the worst 1 %. (NEO's two budgets lie on each other: it hardly ever takes more than one prompt at once.)
 
 # %%
 fig, ax = plt.subplots(figsize=(6.8, 3.8))
@@ -587,7 +594,8 @@ for (mode, batch), result in chunked.items():
     color, marker = (CPU, "s") if mode == "neo" else (GPU, "o" if mode == "gpu-only" else "^")
     at = 1e3 * worst_gap_s(result), speed(result)
     beside = (10, -3) if mode == "neo" else (-12, -28)
-    ax.annotate(names[mode].format(batch), at, beside, textcoords="offset points", size=8, color=color)
+    if (mode, batch) != tried[-1]:  # NEO's two budgets give one and the same point
+        ax.annotate(names[mode].format(batch), at, beside, textcoords="offset points", size=8, color=color)
     ax.plot([1e3 * middle_gap_s(result), 1e3 * worst_gap_s(result)], [speed(result)] * 2, color=color, lw=1, alpha=0.5)
     ax.plot(*at, marker, color=color, ms=7)
 ax.set(xlabel="ms between two tokens: median to worst 1 %", ylabel="requests/s", ylim=(0, 2.3), xlim=(0, None))
@@ -596,8 +604,8 @@ _ = plots.save_figure(fig, "10_chunked_prefill", "simulated", f"{SLICE}, 14 thre
 
 # %% [markdown]
 # **What it says.** Chunking decides *when* a stall comes and how long it is. It does not change how many requests fit
-# into the GPU's memory, so throughput hardly moves. NEO changes exactly that, and pays with a longer gap: its
-# iterations carry a prompt almost always. They are answers to different questions.
+# into the GPU's memory, so throughput hardly moves. NEO changes exactly that, and pays with a longer gap in the middle:
+# for as long as prompts wait, nearly every iteration carries one. They are answers to different questions.
 #
 # Then why not both? In this package a prompt whose KV leaves for the CPU is never cut. Its KV goes out layer by layer
 # while it is prefilled, to make room at once; a second chunk would have to attend to the first, and the first is no
@@ -753,8 +761,8 @@ for name, gbit in (("PCIe, 53 GB/s", 427), ("100 Gb/s", 100), ("25 Gb/s", 25), (
     print(f"{name:14} q, k, v, o {1e3 * wire_s:6.2f} ms a layer; the KV of one prompt {1e3 * prompt_s:6.0f} ms")
 
 # %% [markdown]
-# So on 100 Gb/s the bytes are no obstacle, on 10 Gb/s they take a third as long as the attention, and on 1 Gb/s they are
-# hopeless. On top comes a round trip in each of 32 layers, 10 µs with RDMA, 100 µs and more with TCP. The simulator
+# So on 100 Gb/s the bytes are no obstacle, on 10 Gb/s they take over a third as long as the attention, and on 1 Gb/s they
+# are hopeless. On top comes a round trip in each of 32 layers, 10 µs with RDMA, 100 µs and more with TCP. The simulator
 # takes both: a network in the place of the link.
 
 
@@ -790,13 +798,14 @@ _ = plots.save_figure(fig, "10_remote_cpu", "simulated", f"{SLICE}, its host beh
 # **What it says.** A slow network ruins it: the KV of every prompt has to get there first. From 25 Gb/s on the numbers
 # alone would allow it. What they leave out is what the paper warns of: a stage waits for the *slowest* of its messages,
 # 64 of them in each iteration; a CPU that speaks TCP at this rate has cores busy with that; and a switch port costs money,
-# too. Nobody here has measured it. Read the curve as an upper bound.
+# too. And the network is ideal, bytes and round trips, where the copies in the box are charged as measured: so the
+# curve may end above the dashed line. Nobody here has measured it. Read it as an upper bound.
 #
 # ## Summary
 # - A simulator is the engine and its scheduler with another executor and another clock. Its decisions are the real ones,
 #   its times are as good as the cost model.
 # - The gain from offloading rises with the output until the CPU is the bottleneck; more CPU bandwidth moves that point
-#   out. Too slow a host makes it a loss.
+#   out. Too slow a host gains nothing, and loses next to nothing as long as forced plans are rationed.
 # - It falls with GPU memory, to nothing. Very short answers gain nothing.
 # - Chunked prefill shapes the gaps between tokens, NEO enlarges the batch; a prompt that leaves for the CPU is not cut.
 # - Weights over the link cost the same whatever the batch: right for models that do not fit, wrong for serving.
@@ -917,7 +926,7 @@ def host_solved():
 # | | paper | ours | source |
 # |---|---|---|---|
 # | gain over output length | figures 9, 10a: a peak, then back towards 1 | same shape, lower | `10_output_length` |
-# | CPU capacity | figure 10a: memory bandwidth decides | the same; too slow a host is a loss | `10_cpu_bandwidth` |
+# | CPU capacity | figure 10a: memory bandwidth decides | the same; too slow a host gains nothing | `10_cpu_bandwidth` |
 # | very short outputs | slightly under 1 | the same | simulated |
 # | GPU memory | with enough of it, GPU-only | equal from 100,000 tokens on | simulated: `10_gpu_memory` |
 # | chunked prefill | may be combined | compared; not combined, and why | simulated: `10_chunked_prefill` |
