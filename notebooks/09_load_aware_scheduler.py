@@ -442,7 +442,7 @@ for name, run in runs.items():
 
 # %% [markdown]
 # Literally read, NEO is the GPU-only baseline. So is the objective as printed. With a floor it offloads, and serves a
-# fifth more. (Seconds a token count from a request's arrival, here the same for all. GPU only serves the first ones
+# tenth more. (Seconds a token count from a request's arrival, here the same for all. GPU only serves the first ones
 # early and lets the last ones wait; NEO serves them side by side. More a second does not mean that each is faster.)
 #
 # Is the *derived* floor the best one? Sweep it, for this load and for short prompts (100 tokens, 100 of output) in a
@@ -476,8 +476,9 @@ fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "09_floor", "simulated", note="Llama-3.1-8B, measured profile of 8 SMs of an H200")
 
 # %% [markdown]
-# With long prompts any floor between a handful of decodes and one prompt does the same: one prefill an iteration. With
-# short prompts a higher floor prefills more eagerly, and that pays further. So the derived floor is a defensible
+# With long prompts any floor between the number of GPU decodes (some two dozen) and one prompt does the same: one prefill
+# an iteration. Below that number the decodes alone reach the floor, and nothing is won. With short prompts a higher floor
+# prefills more eagerly, and that pays further. So the derived floor is a defensible
 # number, not the best one; and curves of NEO depend on it more than its paper says.
 #
 # ## 6. Two constants of the released code
@@ -494,7 +495,8 @@ print("\nlaunches: 0.80 ms in Tca0 and in Tca1")
 
 # %% [markdown]
 # Without a prefill batch-0 is narrow, Tl0 is under 0.8 ms, and `Tca1 <= Tl0` cannot hold for anybody. The CPU's requests
-# then starve, until they are forced.
+# then wait until there is a prefill again, or room on the GPU to swap them in. (Section 7 has the package's rule against
+# waiting for ever. The released code has none, so `neo-released` forces nobody.)
 
 # %%
 runs["neo-released"], runs["fastdecode+"] = served("neo-released"), served("fastdecode+")
@@ -502,8 +504,10 @@ for name in ("gpu-only", f"floor {ridge}, derived", "neo-released", "fastdecode+
     row(name, runs[name])
 
 # %% [markdown]
-# `neo-released` believes in a launch cost that the simulated machine does not even have: it loses by its decisions
-# alone. FastDecode+ is NEO's pipeline with *all* decodes on the CPU, always: no weighing. Here it gains, and less.
+# `neo-released` believes in a launch cost that the simulated machine does not even have: what it loses against the derived
+# floor it loses by its decisions alone. FastDecode+ is NEO's pipeline with *all* decodes on the CPU, always: no weighing.
+# Here it gains next to nothing. In half of its plans an inequality does not hold, and they run all the same: those count
+# as forced.
 
 # %%
 fig, ax = plt.subplots(figsize=(7.4, 2.8))
@@ -534,13 +538,14 @@ assert iteration == Neo.PATIENCE + 1 and plan.forced == (1,)
 
 # %% [markdown]
 # `reasons` said so in each iteration before, and a run reports the share of its forced plans. A rule that needs many of
-# them does not fit its machine: compare `neo-released` above.
+# them does not fit its machine: compare `fastdecode+` above.
 #
 # ## 8. Now play
 #
 # The same objects under sliders. On the left a machine; in the middle the queues as they are *now*; on the right a run.
-# - Take `CPU-requests` to 0, then up again with the arrow keys. At how many does the decision flip?
-# - Take `waiting` to 0 and try again. Without a prefill a second batch must bring many more. Then halve `CPU GB/s`.
+# - Take `CPU-requests` to 0, then up again with the arrow keys. The first ones fit into batch-0. At how many does a second
+#   batch come?
+# - Take `waiting` to 0 and try again. Without a prefill a second batch must bring more. Then halve `CPU GB/s`.
 # - Press *simulate a run*, then *play*. Or click the iteration's handle and use the arrow keys.
 # - Choose `neo-released` and simulate again. Where are its two-batch iterations?
 # - Export the trace and open it in ui.perfetto.dev.
@@ -552,7 +557,8 @@ explorer.Explorer().root
 
 # %% [markdown]
 # What you see when you play: requests come faster and faster, the GPU's pool fills, and the mode flips. As long as
-# everybody's KV fits on the GPU there is nothing to offload, and NEO is the GPU-only baseline.
+# everybody's KV fits on the GPU there is nothing to offload, and NEO is the GPU-only baseline. The first CPU decodes hide
+# in batch-0, behind the GPU's attention. When there are many, a second batch comes.
 
 # %%
 run = explorer.run()
@@ -576,7 +582,8 @@ _ = plots.save_figure(fig, "09_mode_flips.png", "simulated", note="Llama-3.1-8B,
 
 # %% [markdown]
 # ## Summary
-# - Each iteration weighs two schedules and takes the one with the larger x/T: GPU only, or two batches.
+# - Each iteration weighs two schedules and takes the one with the larger x/T: GPU only, or with CPU decodes. Those are in
+#   two batches, or, while they are few, in one.
 # - Two inequalities keep the CPU hidden. While they hold, a two-batch iteration takes the GPU's own work, no more.
 # - A second batch costs one more reading of the weights; it must bring enough requests to pay for it.
 # - Step 5 needs a floor. Without one nothing is ever offloaded, and the curves depend on where it is.
@@ -690,8 +697,8 @@ def slowest_found():
 # slowest = next(gb for gb in range(1, 200) if name(gb) == "two batches")
 # ```
 #
-# One GB/s less, and most of the 24 decodes could still be hidden, but only behind *two* prefills, in an iteration twice as
-# long. x/T says no.
+# There all 24 CPU decodes just hide behind *two* prefills, in an iteration twice as long as GPU only's. One GB/s less, and
+# only 20 do. x/T says no.
 #
 # </details>
 
@@ -704,6 +711,6 @@ def slowest_found():
 # | step 5 | no floor (released code: 128 tokens) | the ridge, read off the cost model; both tried | simulated: `09_floor` |
 # | launch cost in the CPU's time | released code: 0.8 ms a layer | none: the CPU is another stream | simulated: `09_readings` |
 # | a CPU decode that never fits | not treated | runs after 16 iterations, in turn; the plan is `forced` | simulated |
-# | gain over GPU only, outputs of 200 | 1.07 to 1.74 by host, A10G (figure 10a) | 1.21, a run of 150 | simulated, 8 SMs |
+# | gain over GPU only, outputs of 200 | 1.07 to 1.74 by host, A10G (figure 10a) | 1.11, a run of 150 | simulated, 8 SMs |
 #
 # The paper's gain is that of a window (30 to 70 % of 2,000 completions), read off its plot; ours is that of a whole run.
