@@ -450,8 +450,8 @@ print(f"max(l0 + l1, c0 + c1) = {1e3 * bound:.2f} ms; the iteration took {1e3 * 
 # %%
 timeline = Timeline()
 engine = build_engine(model, mode="symmetric", timeline=timeline, gpu_kv_tokens=2048, cpu_kv_tokens=2048)
-for i, length in enumerate((100, 60, 30, 15)):
-    engine.add([7 + i] * length, SamplingParams(max_tokens=6, ignore_eos=True))
+short = SamplingParams(max_tokens=6, ignore_eos=True)
+served = [engine.add([7 + i] * length, short) for i, length in enumerate((100, 60, 30, 15))]
 
 # %% [markdown]
 # One iteration of it: its kind, its length, and how long the CPU computed.
@@ -470,8 +470,7 @@ def step():
 
 # %%
 steps = [step() for _ in range(3)]
-for i in range(2):
-    engine.add([90 + i] * 70, SamplingParams(max_tokens=6, ignore_eos=True))
+served += [engine.add([90 + i] * 70, short) for i in range(2)]
 while engine.scheduler.unfinished:
     free_kv = engine.scheduler.blocks.free("gpu") / engine.scheduler.blocks.total["gpu"]
     steps.append(step())
@@ -492,7 +491,7 @@ for kind in ("prefill", "decode"):
 # nothing:
 
 # %%
-print(f"{free_kv:.0%} of the GPU's KV blocks were free while {len(requests)} requests decoded")
+print(f"{free_kv:.0%} of the GPU's KV blocks were free while {len(served)} requests decoded")
 assert free_kv == 1
 
 # %% [markdown]
