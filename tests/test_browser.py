@@ -135,8 +135,8 @@ def test_the_keyboard_moves_sliders_plays_a_run_and_the_page_answers(page, tmp_p
     press(page, handle(page, "CPU GB/s"), "Home")  # an impossible machine: the reason, no traceback
     expect_text(decision, "the CPU reads 0.0 GB/s: give a number above 0")
     press(page, handle(page, "CPU GB/s"), "End")
-    press(page, handle(page, "CPU-requests"), "ArrowRight", "ArrowRight")
-    expect_text(decision, "Two batches")
+    press(page, handle(page, "CPU-requests"), "ArrowRight", "ArrowRight")  # two: they hide behind the GPU's attention
+    expect_text(decision, "One batch with CPU decodes")
 
     press(page, page.locator("button", has_text="simulate a run"), "Enter")
     page.locator("text=simulated seconds").wait_for()
