@@ -8,8 +8,8 @@ that allows: on 8 SMs of an H200, 20 requests of 1,200 tokens are read at 328 GB
 433 whole (a plain sum reads 514); other tiles, warps, stages, orders of programs and of blocks gave no more. How many
 splits depends on the number of sequences alone, and each sequence is shared out by its own length on the GPU: a CUDA
 graph serves all lengths. RoPE and SwiGLU took torch 7.5 of the 41 ms of a layer's 4,000 prefill tokens there, in seven
-kernels; here they take 0.8. Storing the KV of 1,000 prompt tokens took 4.5 ms more of an iteration's 300 through torch's
-indexing, and a swap of 1,100 tokens 30 ms instead of 2 to 5. Needs compute capability 8.0; below it torch serves.
+kernels; here they take 0.8. Through torch's indexing, storing the KV of 1,000 prompt tokens took 4.4 ms more of an iteration's
+300. A swap of 1,000 tokens adds 2 to 5 ms to an iteration. Needs compute capability 8.0; below it torch serves.
 """
 
 from __future__ import annotations

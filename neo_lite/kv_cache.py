@@ -71,7 +71,7 @@ class KVPool:
         self.put(layer, k, v, torch.from_numpy(self.places(slots.cpu().numpy())).to(k.device))
 
     def put(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> None:
-        """The same, with `places(slots)` worked out before, once for all layers: int64, for Triton's kernel int32 too.
+        """The same, with `places(slots)` worked out before, once for all layers: int64.
 
         From the GPU into the CPU pool it is a kernel that writes pinned host memory over the link.
         """

@@ -252,3 +252,13 @@ def test_two_ranks_halve_the_gpus_work_share_the_cpus_memory_and_pay_for_all_red
     assert two.t_cpu_attn(8, 10**5) == pytest.approx(one.t_cpu_attn(8, 10**5), rel=0.01)
     assert two.t_linear(64) - two.linear(64) > 2 * spec.all_reduce_s and one.t_linear(64) == one.linear(64)
     assert two.t_transfer(1e9) == pytest.approx(one.t_transfer(1e9) / 2), "each rank has a link of its own"
+
+
+def test_a_prompts_attention_goes_on_along_a_parabola_where_its_curve_ends():
+    costs = Profile(1, [(1, 1.0)], [(10, 1.0), (20, 4.0)], [(1, 1.0)], [(1, 1.0)], [(1, 1.0)])
+
+    def part(start: int, length: int) -> float:
+        return costs.t_prefill_attn([Work(Request(0, (1,) * 80), start, length)])
+
+    assert part(0, 20) == 4.0 and part(0, 40) == 16.0 and part(0, 80) == 64.0
+    assert part(20, 20) == 12.0 and part(0, 20) + part(20, 60) == part(0, 80)

@@ -50,6 +50,22 @@ def test_committed_points_are_those_of_this_code_and_no_more():
     assert set(rows) == set(figures.all_runs())
 
 
+def test_a_constant_is_part_of_the_key_and_its_source_is_not(tmp_path, monkeypatch):
+    text = (sweep.DATA_DIR / "hardware.json").read_text()
+    keys = []
+    for change in (
+        ("", ""),
+        ('245e9, "', '245e9, "so they say: '),
+        ("245e9", "246e9"),
+        ('["t4", "colab"]', '["t4", "x"]'),
+    ):
+        assert change[0] in text
+        (tmp_path / "hardware.json").write_text(text.replace(*change) if change[0] else text)
+        monkeypatch.setattr(sweep, "DATA_DIR", tmp_path)
+        keys.append(sweep.key.__wrapped__())
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "r",

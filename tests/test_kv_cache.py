@@ -8,6 +8,7 @@ import torch
 from neo_lite.config import MODELS, EngineConfig, NeoLiteError
 from neo_lite.kv_cache import KVCache, host_tensor
 from neo_lite.request import Move, Request
+from neo_lite.rows import blocks_of
 
 TINY = MODELS["tiny"]
 
@@ -95,3 +96,27 @@ def test_swaps_quantise_on_the_way_to_the_cpu_and_not_on_the_way_back():
     assert 0 < (once - gpu.k[1][[5, 1]]).norm() < 0.01 * once.norm()
     cache.swap(Move(Request(0, (1,)), "gpu", (2, 7), (0, 3)))
     assert torch.equal(gpu.k[1][[0, 3]], once)
+
+
+def test_several_moves_of_one_way_are_one_swap():
+    config = EngineConfig(block_size=4, gpu_kv_tokens=32, cpu_kv_tokens=48)
+    cache = KVCache(TINY, config, torch.float32, torch.device("cpu"))
+    source, to = cache.pools["gpu"], cache.pools["cpu"]
+    source.k.copy_(torch.randn(source.k.shape))
+    moves = Move(Request(0, (1,)), "cpu", (5, 1), (2, 7)), Move(Request(1, (1,)), "cpu", (3,), (0,))
+    cache.prepare(*moves).layer(1)
+    for a, b in zip((5, 1, 3), (2, 7, 0), strict=True):
+        assert torch.equal(to.k[1, b], source.k[1, a])
+    assert not to.k[0].any() and not to.k[1, 1].any()
+    with pytest.raises(ValueError):
+        cache.prepare(moves[0], Move(Request(2, (1,)), "gpu", (1,), (1,)))
+
+
+def test_a_block_table_is_converted_anew_only_where_it_changed():
+    request = Request(0, (1,), block_table=[4, 2])
+    first = blocks_of(request)
+    assert first.tolist() == [4, 2] and blocks_of(request) is first
+    request.block_table += [9]
+    assert blocks_of(request).tolist() == [4, 2, 9]
+    request.block_table = [7, 8, 1]  # as after a move: as many, others
+    assert blocks_of(request).tolist() == [7, 8, 1]
