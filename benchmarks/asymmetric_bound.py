@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from neo_lite import attention, machine
+from neo_lite import attention, machine, streams
 from neo_lite.api import load_model
 from neo_lite.bench import partition
 from neo_lite.config import EngineConfig
@@ -210,6 +210,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def write(args: argparse.Namespace, script: str, name: str, data: dict[str, Any]) -> None:
     """One JSON beside its command and stamp; the name follows the card and its partition."""
     command = f"python benchmarks/{script} --model {args.model} --num-sms {args.num_sms} --threads {args.threads}"
+    command += " --plain-nodes" if getattr(args, "plain_nodes", False) else ""
     head = {
         "source": "recorded", "what": data.pop("what"), "command": command, "stamp": machine.stamp(args.num_sms or None),
         "model": args.model, "dtype": "float16", "seq_len": args.seq_len, "threads": args.threads,
@@ -222,7 +223,10 @@ def write(args: argparse.Namespace, script: str, name: str, data: dict[str, Any]
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of them")
+    parser.add_argument("--plain-nodes", action="store_true", help="a host node that starts when its data are there")
     args = parser.parse_args()
+    if args.plain_nodes:
+        streams.has_stream_words = lambda: False  # type: ignore[assignment]
     pipeline = pipeline_of(args)
     results = {}
     for name, shape in list(CASES.items())[: args.cases]:
@@ -235,7 +239,9 @@ def main() -> None:
             flush=True,
         )
     what = "an iteration over the bound of its schedule, every term measured alone in the same process, interleaved"
-    write(args, "asymmetric_bound.py", "iteration_bound", {"what": what, "cases": results})
+    what += "; plain host nodes" if args.plain_nodes else ""
+    name = "iteration_bound" + ("_plain_nodes" if args.plain_nodes else "")
+    write(args, "asymmetric_bound.py", name, {"what": what, "cases": results})
 
 
 if __name__ == "__main__":

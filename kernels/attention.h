@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iterator>
 #include <numeric>
+#include <thread>
 #include <type_traits>
 #include <vector>
 #include "vectors.h"
@@ -61,6 +62,14 @@ static inline void append(const AttentionArgs& a, int b) {
   }
 }
 
+// Calls for one host node, which may start before the GPU is as far: call i reads its q, k, v once the GPU has set ready[i],
+// and the GPU reads its output once done[i] is set. Who has waited for a word clears it: a CUDA graph does all of it again.
+struct Calls {
+  AttentionArgs* const* args;  // [count]
+  int32_t *ready, *done;       // [count], in pinned memory
+  int32_t count, stop;         // stop: give up on those that are not ready, since the GPU has failed
+};
+
 static void attention(const AttentionArgs& a);  // each rung's own
 static double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -70,6 +79,18 @@ void neo_attention(void* args) noexcept {
   a.start_s = now_s();
   attention(a);
   a.end_s = now_s();
+}
+void neo_calls(void* calls) noexcept {
+  Calls& c = *(Calls*)calls;
+  for (int32_t i = 0; i < c.count; i++) {
+    for (int turns = 0; !__atomic_load_n(&c.ready[i], __ATOMIC_ACQUIRE); turns++) {
+      if (__atomic_load_n(&c.stop, __ATOMIC_RELAXED)) return;
+      if (turns > 100000) std::this_thread::yield();  // some 0.1 ms: from then on others may have the core
+    }
+    c.ready[i] = 0;
+    neo_attention(c.args[i]);
+    __atomic_store_n(&c.done[i], 1, __ATOMIC_RELEASE);
+  }
 }
 int neo_args_size() { return sizeof(AttentionArgs); }
 const char* neo_isa() { return ISA; }

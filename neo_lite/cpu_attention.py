@@ -84,6 +84,7 @@ class Kernel:
         if self._library.neo_args_size() != ctypes.sizeof(AttentionArgs):
             raise NeoLiteError(f"{spec.source}: AttentionArgs differs from neo_lite's; take over kernels/attention.h")
         self.entry_point: int = ctypes.cast(self._run, ctypes.c_void_p).value or 0
+        self.calls_entry_point: int = ctypes.cast(self._library.neo_calls, ctypes.c_void_p).value or 0
         self.isa: str = self._library.neo_isa().decode()
         self.last_s = (0.0, 0.0)  # start and end of the last call, by the kernel's clock (time.perf_counter's on Linux)
         own, kv, ints = DTYPES[spec.dtype], DTYPES[spec.kv_dtype or spec.dtype], torch.int32

@@ -1,14 +1,12 @@
 """Where and when a stage runs: on the spot (`Host`), or on CUDA streams (`Cuda`). Called by the pipeline alone.
 
-The CPU is just another stream. Its attention is a chain on a CUDA stream of its own, joined to the compute stream by
-events: copy q, k, v to pinned memory; a host node, which is the kernel's entry point with a pointer to its arguments;
-copy the output back. Python only enqueues: no thread, no lock, and no wait that the data does not ask for.
+The CPU is just another stream. Its attention is a chain beside the compute stream: copy q, k, v to pinned memory; a host
+node, which is the kernel's entry point with a pointer to its arguments (`host_nodes`); copy the output back. Events join it
+to the compute stream. Python only enqueues: no thread, no lock, and no wait that the data does not ask for.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
 import time
 from collections import deque
@@ -22,8 +20,9 @@ import torch
 from torch import Tensor
 
 from neo_lite.attention import Backend
-from neo_lite.config import EngineConfig, ModelConfig, NeoLiteError
+from neo_lite.config import EngineConfig, ModelConfig
 from neo_lite.cpu_attention import AttentionArgs, Kernel
+from neo_lite.host_nodes import EarlyNodes, PlainNodes, has_stream_words
 from neo_lite.kv_cache import KVPool
 from neo_lite.machine import usable_cores
 from neo_lite.rows import Part
@@ -77,19 +76,19 @@ class Host:
 
 
 class Cuda:
-    """Compute on the current stream, KV copies on a second one, CPU attention on a third."""
+    """Compute on the current stream, KV copies on a second one, CPU attention and its copies on others."""
 
     def __init__(
         self, timeline: Timeline, decode: Backend, kernel: Kernel, model: ModelConfig, config: EngineConfig
     ) -> None:
         self.timeline, self.decode, self.kernel, self.config = timeline, decode, kernel, config
-        # whatever copies KV is short, and goes before the rest of a matrix product that has begun
-        self.copies, self.cpu = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
+        self.copies = torch.cuda.Stream(priority=-1)
+        self.nodes = EarlyNodes(kernel, 2 * model.num_layers) if has_stream_words() else PlainNodes(kernel)
         leave_cores(config.cpu_threads)
         dtype = getattr(torch, kernel.spec.dtype)
         self.staging = [Staging(config.max_seqs, model, dtype) for _ in range(2)]
         self._marks: list[tuple[str, str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
-        self._nodes: list[tuple[AttentionArgs, dict[str, Any]]] = []  # alive until their host nodes have run
+        self._calls: list[tuple[AttentionArgs, dict[str, Any]]] = []  # alive until they have run
         self._reading: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
@@ -119,26 +118,25 @@ class Cuda:
 
     def wait(self, done: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(done)
-        self.cpu.wait_event(done)
+        self.nodes.leave.wait_event(done)
 
     def cpu_attention(
         self, batch: int, pool: KVPool, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor
     ) -> Pending:
         """Enqueues copy, host node, copy."""
-        staging = self.staging[batch]
+        staging, nodes = self.staging[batch], self.nodes
         if part is not staging.part:
             self.check(batch, pool, part)
-        staging.gather(q, k, v)  # on the compute stream: a kernel on this one would queue behind its matrix products
-        self.cpu.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.cpu):
-            with self.stage("d2h", "transfer", layer=layer, batch=batch):
-                staging.used.copy_(staging.used_gpu, non_blocking=True)
-            args = staging.args(pool, layer)
-            launch_host(self.cpu, self.kernel.entry_point, args)
-            self._nodes.append((args, {"layer": layer, "batch": batch, **_served(part, self.decode)}))
-            with self.stage("h2d", "transfer", layer=layer, batch=batch):
-                staging.result.copy_(staging.output, non_blocking=True)
-            done = self.cpu.record_event()
+        staging.gather(q, k, v)  # on the compute stream: a kernel on another one would queue behind its matrix products
+        nodes.leave.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(nodes.leave), self.stage("d2h", "transfer", layer=layer, batch=batch):
+            staging.used.copy_(staging.used_gpu, non_blocking=True)
+        args = staging.args(pool, layer)
+        nodes.call(args, place=len(self._calls))
+        self._calls.append((args, {"layer": layer, "batch": batch, **_served(part, self.decode)}))
+        with torch.cuda.stream(nodes.enter), self.stage("h2d", "transfer", layer=layer, batch=batch):
+            staging.result.copy_(staging.output, non_blocking=True)
+        done = nodes.enter.record_event()
 
         def result() -> Tensor:
             torch.cuda.current_stream().wait_event(done)
@@ -152,6 +150,7 @@ class Cuda:
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """Records what `work` enqueues here, and on the streams that join in, as a CUDA graph: one launch for all of it."""
+        self.finish()  # so that the calls in it are counted from 0
         graph = torch.cuda.CUDAGraph()
         if not self._graphs:  # all share one memory, as they never run at the same time; torch drops it with the last
             self._graph_memory = torch.cuda.graph_pool_handle()
@@ -165,8 +164,8 @@ class Cuda:
             if collecting:
                 gc.enable()
         self._graphs.add(graph)
-        nodes, self._nodes = self._nodes, []
-        return Captured(graph, out, nodes)
+        calls, self._calls = self._calls, []
+        return Captured(graph, out, [args for args, _ in calls], self.nodes)
 
     def begin(self) -> None:
         """Anchors the GPU's clock to the host's, while the timeline records."""
@@ -179,36 +178,38 @@ class Cuda:
 
     def finish(self) -> None:
         try:
-            torch.cuda.synchronize()
+            self.nodes.finish()
             for lane, name, args, start, end in self._marks:
                 start_s, end_s = (self._anchor_s + self._anchor.elapsed_time(e) / 1e3 for e in (start, end))
                 self.timeline.record(lane, name, start_s, end_s, **args)
-            for node, args in self._nodes:
-                self.timeline.record("cpu", "cpu_attn", node.start_s, node.end_s, **args)
+            for call, args in self._calls:
+                self.timeline.record("cpu", "cpu_attn", call.start_s, call.end_s, **args)
         finally:
             self._marks.clear()
-            self._nodes.clear()
+            self._calls.clear()
             self._reading.clear()
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph, the tensor that it writes, and what its host nodes point to."""
+    """A CUDA graph, the tensor that it writes, and its calls of the CPU kernel."""
 
     graph: torch.cuda.CUDAGraph
     out: Tensor
-    nodes: list[tuple[AttentionArgs, dict[str, Any]]]
+    calls: list[AttentionArgs]
+    nodes: PlainNodes
 
     def __call__(self) -> Tensor:
         self.graph.replay()
+        self.nodes.replay(self.calls)
         return self.out
 
 
 class Staging:
     """q, k, v and the output of one sub-batch, on the GPU and in pinned memory; q, k, v side by side: one copy.
 
-    One set serves all layers: the next layer's copy follows this layer's node on the same stream, and its q follows
-    the use of this layer's output on the compute stream.
+    One set serves all layers: the next layer's q follows the use of this layer's output on the compute stream, hence this
+    layer's call and both of its copies.
     """
 
     def __init__(self, max_seqs: int, model: ModelConfig, dtype: torch.dtype) -> None:
@@ -275,23 +276,6 @@ def failure(error: RuntimeError) -> str | None:
             f"the GPU has failed ({str(dead).splitlines()[0]}): the requests in flight have failed; restart the process"
         )
     return None
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    """The driver's own library: it is there wherever a GPU is, and needs no toolkit."""
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    return library
-
-
-def launch_host(stream: torch.cuda.Stream, entry_point: int, args: AttentionArgs) -> None:
-    """Enqueues a call of a C function on a stream; `args` must live until it has run."""
-    code = _driver().cuLaunchHostFunc(stream.cuda_stream, entry_point, ctypes.addressof(args))
-    if code != 0:
-        raise NeoLiteError(
-            f"cuLaunchHostFunc failed with code {code}: the GPU is in an error state; restart the process"
-        )
 
 
 def _served(part: Any, decode: Backend) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""How the CPU kernel becomes a node on a CUDA stream. Called by `streams.Cuda`.
+
+A host node is a C function that the driver calls once all before it on the stream is done. `PlainNodes` puts one between
+the copies of q, k, v and that of the output. Waking up for it takes the driver 40 to 80 us: in each of 32 layers, that is
+5 % of an iteration of decodes. `EarlyNodes` start ahead of their data and look at a word in pinned memory, which the GPU
+sets behind its copy (`ready`); the GPU waits for another one (`done`). In a CUDA graph one node, launched beside it, makes
+all calls. No node waits for anything that is not enqueued yet, so that whatever Python waits for, it comes. Drivers
+without stream memory operations are served by `PlainNodes`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from neo_lite.config import NeoLiteError
+from neo_lite.cpu_attention import AttentionArgs, Kernel
+
+
+class PlainNodes:
+    """Copy, node, copy: a chain on one stream. `leave` takes the copies to the host, `enter` those back."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        # whatever copies KV is short, and goes before the rest of a matrix product that has begun
+        self.leave = self.enter = torch.cuda.Stream(priority=-1)
+
+    def call(self, args: AttentionArgs, place: int) -> None:
+        """Enqueues a call of the kernel, the `place`-th of an iteration or a graph: after all on `leave`, before what comes on
+        `enter`. `args` must live until `finish`, or as long as the graph."""
+        launch_host(self.leave, self.kernel.entry_point, args)
+
+    def replay(self, calls: Sequence[AttentionArgs]) -> None:
+        """After the launch of a CUDA graph that holds these calls."""
+
+    def finish(self) -> None:
+        """Waits for all calls. Raises RuntimeError where the GPU has failed."""
+        torch.cuda.synchronize()
+
+
+class EarlyNodes(PlainNodes):
+    """Nodes on a stream of their own, which tell the GPU and are told by it through words."""
+
+    def __init__(self, kernel: Kernel, most_calls: int) -> None:
+        super().__init__(kernel)
+        self.enter, self.nodes = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
+        self.words = torch.zeros(2, most_calls, dtype=torch.int32, pin_memory=True)
+        self.running: list[Calls] = []
+
+    def call(self, args: AttentionArgs, place: int) -> None:
+        place %= self.words.shape[1]  # no two calls of a sub-batch are under way at a time
+        ready, done = (row[place].data_ptr() for row in self.words)
+        stream_word("Write", self.leave, ready, 1)
+        if not torch.cuda.is_current_stream_capturing():
+            self._launch([args], place)
+        self.enter.wait_stream(self.leave)  # or a graph might wait before it writes
+        stream_word("Wait", self.enter, done, 1)
+        stream_word("Write", self.enter, done, 0)
+
+    def replay(self, calls: Sequence[AttentionArgs]) -> None:
+        if calls:
+            self._launch(calls, 0)
+
+    def finish(self) -> None:
+        try:
+            torch.cuda.current_stream().synchronize()  # this one tells of a failure without waiting for the nodes
+            super().finish()
+        finally:
+            for calls in self.running:  # after a failure they would wait for words that never come
+                calls.stop = 1
+        self.running.clear()
+
+    def _launch(self, calls: Sequence[AttentionArgs], place: int) -> None:
+        self.running.append(Calls(calls, *(row[place:].data_ptr() for row in self.words)))
+        launch_host(self.nodes, self.kernel.calls_entry_point, self.running[-1])
+
+
+class Calls(ctypes.Structure):
+    """The struct of `kernels/attention.h`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("args", "ready", "done")]
+    _fields_ += [(name, ctypes.c_int32) for name in ("count", "stop")]
+
+    def __init__(self, calls: Sequence[AttentionArgs], ready: int, done: int) -> None:
+        self.calls, self.pointers = calls, (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))  # kept alive
+        super().__init__(ctypes.addressof(self.pointers), ready, done, len(calls), 0)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver's own library: it is there wherever a GPU is, and needs no toolkit."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    for operation in ("Write", "Wait"):
+        function = getattr(library, f"cuStream{operation}Value32_v2", None)  # in drivers of CUDA 11.7 and up
+        if function is not None:
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return library
+
+
+def launch_host(stream: torch.cuda.Stream, entry_point: int, args: ctypes.Structure) -> None:
+    """Enqueues a call of a C function on a stream; `args` must live until it has run."""
+    _succeed("cuLaunchHostFunc", _driver().cuLaunchHostFunc(stream.cuda_stream, entry_point, ctypes.addressof(args)))
+
+
+def stream_word(operation: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Enqueues a "Write" of a 32-bit word in pinned memory, or a "Wait" until it equals `value`."""
+    flags = 1 if operation == "Wait" else 0  # equal; a write comes after all that the stream has done before it
+    name = f"cuStream{operation}Value32_v2"
+    _succeed(name, getattr(_driver(), name)(stream.cuda_stream, address, value, flags))
+
+
+def _succeed(what: str, code: int) -> None:
+    if code != 0:
+        raise NeoLiteError(f"{what} failed with code {code}: the GPU is in an error state; restart the process")
+
+
+@functools.cache
+def has_stream_words() -> bool:
+    """Whether this GPU and its driver can write to a word in pinned memory, and wait for one, in the order of a stream."""
+    word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    try:
+        for operation in ("Write", "Wait"):
+            stream_word(operation, torch.cuda.current_stream(), word.data_ptr(), 1)
+    except (AttributeError, NeoLiteError):
+        return False
+    torch.cuda.current_stream().synchronize()
+    return int(word) == 1

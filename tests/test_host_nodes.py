@@ -1,0 +1,64 @@
+"""Calls of the kernel that wait for a word: the protocol, with a thread of this test in the GPU's place."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import torch
+from test_cpu_attention import case, check, reference
+
+from neo_lite.cpu_attention import AttentionArgs, KernelSpec, load_kernel
+from neo_lite.host_nodes import Calls
+
+SPEC = KernelSpec(64, 2, 16, "float32")
+DEADLINE_S = 20.0
+
+
+def until(word: torch.Tensor, value: int) -> None:
+    limit_s = time.monotonic() + DEADLINE_S
+    while int(word) != value:
+        assert time.monotonic() < limit_s, f"the word is {int(word)}, not {value}"
+        time.sleep(0)
+
+
+def started(calls: list[AttentionArgs], words: torch.Tensor) -> tuple[Calls, threading.Thread]:
+    """A node that runs beside this thread, as the driver would run it."""
+    kernel, struct = load_kernel(SPEC), Calls(calls, words[0].data_ptr(), words[1].data_ptr())
+    entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.calls_entry_point)  # lets go of the GIL
+    thread = threading.Thread(target=entry, args=(ctypes.addressof(struct),), daemon=True)
+    thread.start()
+    return struct, thread
+
+
+def test_each_call_waits_for_its_word_and_both_words_are_clear_after_it() -> None:
+    kernel, words = load_kernel(SPEC), torch.zeros(2, 3, dtype=torch.int32)
+    inputs = [case(SPEC, [5 + i, 40], seed=i) for i in range(3)]
+    outs = [torch.full_like(given[0], torch.nan) for given in inputs]
+    calls = [kernel.args(*given, out, num_threads=1) for given, out in zip(inputs, outs)]
+    for _ in range(2):  # a graph is replayed on the same words
+        struct, thread = started(calls, words)
+        for i, out in enumerate(outs):
+            time.sleep(0.01)
+            assert out.isnan().all() and not words.any(), "nothing runs before its q, k and v have come"
+            words[0, i] = 1
+            until(words[1, i], 1)
+            assert not words[0].any()
+            check(SPEC, out, reference(*inputs[i]))
+            words[1, i] = 0
+            out.fill_(torch.nan)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive() and struct.count == 3
+
+
+def test_a_node_gives_up_when_it_is_told_that_the_gpu_has_failed() -> None:
+    words = torch.zeros(2, 1, dtype=torch.int32)
+    inputs = case(SPEC, [5])
+    out = torch.full_like(inputs[0], torch.nan)
+    struct, thread = started([load_kernel(SPEC).args(*inputs, out, num_threads=1)], words)
+    time.sleep(0.3)  # past the turns without yielding
+    assert thread.is_alive()
+    struct.stop = 1
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive() and out.isnan().all() and not words.any()
