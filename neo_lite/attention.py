@@ -87,9 +87,9 @@ def triton_decode(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Ten
     return paged_decode(q, k_cache, v_cache, view.block_table, view.seq_lens)
 
 
-def gpu_decode_backend(device: torch.device) -> Backend:
-    """Triton from compute capability 8.0 on; below it, and on a machine without a GPU, gathered SDPA."""
-    return triton_decode if has_triton(device) else gathered_decode
+def gpu_decode_backend(device: torch.device, block_size: int = 16) -> Backend:
+    """Triton from compute capability 8.0 on, where a block holds a power of two of tokens; else gathered SDPA."""
+    return triton_decode if has_triton(device) and block_size & (block_size - 1) == 0 else gathered_decode
 
 
 def has_triton(device: torch.device) -> bool:

@@ -2,14 +2,19 @@
 pools. Called by `attention`, `model`, `kv_cache`.
 
 All are limited by the card's memory bandwidth. Attention reads each byte of KV once, in place. One program reads a
-split of one sequence's tokens in one KV head, for all query heads of its group, with a running softmax; a few long
-sequences are split until they fill the card, and a second kernel merges the splits (flash decoding). Splits as long as
-that allows: on 8 SMs of an H200, 20 requests of 1,200 tokens are read at 328 GB/s in splits of 256 tokens, at 415 to
-433 whole (a plain sum reads 514); other tiles, warps, stages, orders of programs and of blocks gave no more. How many
-splits depends on the number of sequences alone, and each sequence is shared out by its own length on the GPU: a CUDA
-graph serves all lengths. RoPE and SwiGLU took torch 7.5 of the 41 ms of a layer's 4,000 prefill tokens there, in seven
-kernels; here they take 0.8. Through torch's indexing, storing the KV of 1,000 prompt tokens took 4.4 ms more of an iteration's
-300. A swap of 1,000 tokens adds 2 to 5 ms to an iteration. Needs compute capability 8.0; below it torch serves.
+split of one sequence's tokens in a few KV heads, for all query heads of their groups, with a running softmax; sequences
+are split until there are ten programs for each multiprocessor, and a second kernel merges the splits (flash decoding).
+How many splits depends on the number of sequences alone, and each sequence is shared out by its own length on the GPU: a
+CUDA graph serves all lengths. On 8 SMs of an H200, 20 requests of 1,200 tokens are read at 573 GB/s (a plain sum at 930).
+Steps on the way: one head at a time, 64 tokens from addresses that each thread works out, 435; the number of the next
+block read one step ahead, so that nothing waits for it, and one address for a block, 454 to 503; four heads of a block
+at once, which lie side by side, in one product, whose entries for other heads' queries are masked out, 524; masks only in
+the last step, without them 469; two stages instead of three, so that six programs fit a multiprocessor. TMA, products of
+the transposes (wgmma), a persistent loop over sequences, and products without tensor cores gave less.
+
+RoPE and SwiGLU took torch 7.5 of the 41 ms of a layer's 4,000 prefill tokens there, in seven kernels; here they take 0.8.
+Through torch's indexing, storing the KV of 1,000 prompt tokens took 4.4 ms more of an iteration's 300. A swap of 1,000
+tokens adds 2 to 5 ms to an iteration. Needs compute capability 8.0; below it torch serves.
 """
 
 from __future__ import annotations
@@ -21,55 +26,86 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 64  # tokens in one step of a program
-WARPS, STAGES = 2, 3
+TILE = 64  # rows of K, of all its heads, that a program reads in one step
+WARPS, STAGES = 2, 2
 LEAST = 256  # tokens of a split
-PROGRAMS_PER_SM = 8
+PROGRAMS_PER_SM = 10
 
 
 @triton.jit
-def _share(seq_len, splits, LEAST: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tokens of one split of a sequence: equal shares, in whole tiles."""
-    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, splits), TILE) * TILE, LEAST)
+def _share(seq_len, splits, LEAST: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tokens of one split of a sequence: equal shares, in whole steps."""
+    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, splits), STEP) * STEP, LEAST)
+
+
+@triton.jit
+def _visit(  # type: ignore[no-untyped-def]
+    q, k_ptr, v_ptr, place, offsets, mask, live, scale, running_max, running_sum, acc, MASKED: tl.constexpr
+):  # fmt: skip
+    """One step: reads K and V, and moves the running softmax on. `live`: the scores that count, [ROWS, columns]."""
+    if MASKED:
+        k = tl.load(k_ptr + place + offsets, mask, 0.0, eviction_policy="evict_first")
+        v = tl.load(v_ptr + place + offsets, mask, 0.0, eviction_policy="evict_first")
+    else:
+        k = tl.load(k_ptr + place + offsets, eviction_policy="evict_first")
+        v = tl.load(v_ptr + place + offsets, eviction_policy="evict_first")
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.44269504)  # 2^x is cheaper than e^x
+    scores = tl.where(live, scores, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    fade = tl.exp2(running_max - new_max)
+    acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_max, running_sum * fade + tl.sum(weights, 1), acc
 
 
 @triton.jit(do_not_specialize=("q_rows", "width", "splits"))
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, max_ptr, sum_ptr, result_ptr, q_rows, width, splits, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, TAKEN: tl.constexpr, PLACES: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Without splits the result; else out, max, sum [sequences, kv_heads, splits, GROUP], not yet normalised."""
-    head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # the heads of a block lie side by side
+    """TAKEN heads side by side. Without splits the result; else out, max, sum [sequences, q_heads, splits], not normalised.
+
+    A step takes STEP tokens of one block; PLACES: the same, padded to what a product needs. Whole steps need no masks.
+    """
+    head, seq, split = tl.program_id(0) * TAKEN, tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(lens_ptr + seq)
-    split_tokens = _share(seq_len, splits, LEAST, TILE)
-    first = tl.multiple_of(split * split_tokens, TILE)  # or the compiler sees no blocks in the order of the tokens
-    rows, dims, places = tl.arange(0, ROWS), tl.arange(0, DIM_POW2), tl.arange(0, TILE)
-    real = (rows[:, None] < GROUP) & (dims[None] < DIM)
+    split_tokens = _share(seq_len, splits, LEAST, STEP)
+    first = split * split_tokens
+    end = tl.minimum(first + split_tokens, seq_len)
+    rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, DIM_POW2), tl.arange(0, TAKEN * PLACES)
+    tokens = columns % PLACES
+    own = rows[:, None] // GROUP == columns[None] // PLACES  # the products of a query with its own head's keys
+    lines = columns if PLACES == BLOCK else columns // PLACES * BLOCK + tokens
+    offsets = lines[:, None] * DIM + dims[None]
+    real = (rows[:, None] < TAKEN * GROUP) & (dims[None] < DIM)
     q = tl.load(q_ptr + (seq * q_rows + head * GROUP + rows[:, None]) * DIM + dims[None], real, 0.0)
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_POW2], tl.float32)
-    for start in range(first, tl.minimum(first + split_tokens, seq_len), TILE):
-        tokens = start + places
-        valid = tokens < seq_len
-        blocks = tl.load(table_ptr + seq * width + tokens // BLOCK, valid, 0).to(tl.int64)
-        offsets = ((blocks * HEADS + head) * BLOCK + tokens % BLOCK) * DIM
+    table_ptr += seq * width
+    block = tl.load(table_ptr + first // BLOCK, first < end, 0)
+    whole = first + tl.maximum(end - first, 0) // STEP * STEP if PLACES == STEP and DIM == DIM_POW2 else first
+    for start in range(first, whole, STEP):
+        place = ((block.to(tl.int64) * HEADS + head) * BLOCK + start % BLOCK) * DIM
+        following = start + STEP
+        block = tl.load(table_ptr + following // BLOCK, following < end, 0)
+        running_max, running_sum, acc = _visit(
+            q, k_ptr, v_ptr, place, offsets, real, own, scale, running_max, running_sum, acc, MASKED=False
+        )
+    for start in range(whole, end, STEP):
+        block = tl.load(table_ptr + start // BLOCK)
+        place = ((block.to(tl.int64) * HEADS + head) * BLOCK + start % BLOCK) * DIM
+        valid = (start + tokens < end) & (tokens < STEP)
         mask = valid[:, None] & (dims[None] < DIM)
-        k = tl.load(k_ptr + offsets[:, None] + dims[None], mask, 0.0, eviction_policy="evict_first")
-        v = tl.load(v_ptr + offsets[:, None] + dims[None], mask, 0.0, eviction_policy="evict_first")
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.44269504)  # 2^x is cheaper than e^x
-        scores = tl.where(valid[None], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        fade = tl.exp2(running_max - new_max)
-        running_sum = running_sum * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        running_max = new_max
-    place = ((seq * HEADS + head) * splits + split) * GROUP + rows
+        running_max, running_sum, acc = _visit(
+            q, k_ptr, v_ptr, place, offsets, mask, own & valid[None], scale, running_max, running_sum, acc, MASKED=True
+        )
+    place = ((seq * HEADS + head) * GROUP + rows) * splits + split
     if SPLIT:
-        tl.store(max_ptr + place, running_max, rows < GROUP)
-        tl.store(sum_ptr + place, running_sum, rows < GROUP)
+        tl.store(max_ptr + place, running_max, rows < TAKEN * GROUP)
+        tl.store(sum_ptr + place, running_sum, rows < TAKEN * GROUP)
         tl.store(out_ptr + place[:, None] * DIM + dims[None], acc, real)
     else:
         result = (acc / tl.maximum(running_sum, 1e-38)[:, None]).to(result_ptr.dtype.element_ty)
@@ -78,18 +114,17 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=("splits",))
 def _merge(  # type: ignore[no-untyped-def]
-    out_ptr, max_ptr, sum_ptr, lens_ptr, result_ptr, splits, LEAST: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+    out_ptr, max_ptr, sum_ptr, lens_ptr, result_ptr, splits, LEAST: tl.constexpr, STEP: tl.constexpr, Q_HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr,
 ):  # fmt: skip
     """One query head of one sequence: the splits weighted by 2^max and divided by the sum of all."""
-    seq, q_head = tl.program_id(0), tl.program_id(1)
-    head, row, dims = q_head // GROUP, q_head % GROUP, tl.arange(0, DIM_POW2)
+    seq, q_head, dims = tl.program_id(0), tl.program_id(1), tl.arange(0, DIM_POW2)
     seq_len = tl.load(lens_ptr + seq)
-    used = tl.cdiv(seq_len, _share(seq_len, splits, LEAST, TILE))
+    used = tl.cdiv(seq_len, _share(seq_len, splits, LEAST, STEP))
     top, total = float("-inf"), 0.0
     acc = tl.zeros([DIM_POW2], tl.float32)
     for split in range(used):
-        place = ((seq * HEADS + head) * splits + split) * GROUP + row
+        place = (seq * Q_HEADS + q_head) * splits + split
         m = tl.load(max_ptr + place)
         new_top = tl.maximum(top, m)
         fade, weight = tl.exp2(top - new_top), tl.exp2(m - new_top)
@@ -97,34 +132,36 @@ def _merge(  # type: ignore[no-untyped-def]
         acc = acc * fade + tl.load(out_ptr + place * DIM + dims, dims < DIM, 0.0) * weight
         top = new_top
     result = (acc / tl.maximum(total, 1e-38)).to(result_ptr.dtype.element_ty)
-    tl.store(result_ptr + (seq * HEADS * GROUP + q_head) * DIM + dims, result, dims < DIM)
+    tl.store(result_ptr + (seq * Q_HEADS + q_head) * DIM + dims, result, dims < DIM)
 
 
 def paged_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """q [sequences, q_heads, head_dim] (rows may be strided), caches [blocks, kv_heads, block_size, head_dim],
-    block_table and seq_lens int32; a sequence of 0 tokens gives zeros. Returns [sequences, q_heads, head_dim]."""
+    """q [sequences, q_heads, head_dim] (rows may be strided), caches [blocks, kv_heads, block_size, head_dim] of a block size
+    that is a power of two, block_table and seq_lens int32; a sequence of 0 tokens gives zeros. Returns [sequences, q_heads,
+    head_dim]."""
     count, q_heads, dim = q.shape
     _, heads, block, _ = k_cache.shape
-    group, splits = q_heads // heads, max(1, -(-PROGRAMS_PER_SM * multiprocessors() // (count * heads)))
+    group = q_heads // heads
     assert q.stride()[1:] == (dim, 1) and q.stride(0) % dim == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    tile = TILE if q.dtype != torch.float32 and dim <= 128 else TILE // 2
+    step = min(block, tile)
+    taken = next(n for n in (4, 2, 1) if heads % n == 0 and (n * group <= 16 and n * step <= tile or n == 1))
+    splits = max(1, -(-PROGRAMS_PER_SM * multiprocessors() * taken // (count * heads)))
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     out = maxima = sums = result
     if splits > 1:
-        places = count * heads * splits * group
+        places = count * q_heads * splits
         out, maxima, sums = (torch.empty(places, n, dtype=torch.float32, device=q.device) for n in (dim, 1, 1))
-    tile = TILE if q.dtype != torch.float32 and dim <= 128 else TILE // 2
-    sizes = dict(
-        HEADS=heads, GROUP=group, DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), LEAST=LEAST, TILE=tile
-    )
-    _attend[(heads, count, splits)](
+    sizes = dict(DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), LEAST=LEAST, STEP=step)
+    _attend[(heads // taken, count, splits)](
         q, k_cache, v_cache, block_table, seq_lens, out, maxima, sums, result, q.stride(0) // dim, block_table.stride(0), splits,
-        dim**-0.5, SPLIT=splits > 1, ROWS=max(16, triton.next_power_of_2(group)), BLOCK=block, num_warps=WARPS,
-        num_stages=STAGES, **sizes,
+        dim**-0.5, HEADS=heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(taken * group)), BLOCK=block, TAKEN=taken,
+        PLACES=max(step, 16 // taken), SPLIT=splits > 1, num_warps=WARPS, num_stages=STAGES, **sizes,
     )  # fmt: skip
     if splits > 1:
-        _merge[(count, q_heads)](out, maxima, sums, seq_lens, result, splits, num_warps=1, **sizes)
+        _merge[(count, q_heads)](out, maxima, sums, seq_lens, result, splits, Q_HEADS=q_heads, num_warps=1, **sizes)
     return result
 
 

@@ -51,7 +51,7 @@ class Pipeline:
     def __init__(self, model: Llama, config: EngineConfig, timeline: Timeline) -> None:
         self.model, self.config, self.timeline = model, config, timeline
         self.cache = KVCache(model.config, config, model.dtype, model.device)
-        self.gpu_decode = attention.gpu_decode_backend(model.device)
+        self.gpu_decode = attention.gpu_decode_backend(model.device, config.block_size)
         self.cpu_decode, kernel = self._cpu_backend()
         self.streams: Host | Cuda
         if model.device.type == "cuda" and kernel is not None:
