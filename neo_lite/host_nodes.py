@@ -5,13 +5,14 @@ the copies of q, k, v and that of the output. Waking up for it takes the driver 
 5 % of an iteration of decodes. `EarlyNodes` start ahead of their data and look at a word in pinned memory, which the GPU
 sets behind its copy (`ready`); the GPU waits for another one (`done`). In a CUDA graph one node, launched beside it, makes
 all calls. No node waits for anything that is not enqueued yet, so that whatever Python waits for, it comes. Drivers
-without stream memory operations are served by `PlainNodes`.
+without stream memory operations, and ranks on several hosts, are served by `PlainNodes`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 
 import torch
@@ -116,6 +117,12 @@ def stream_word(operation: str, stream: torch.cuda.Stream, address: int, value: 
 def _succeed(what: str, code: int) -> None:
     if code != 0:
         raise NeoLiteError(f"{what} failed with code {code}: the GPU is in an error state; restart the process")
+
+
+def on_one_host() -> bool:
+    """Not ranks on several: between hosts, NCCL has host nodes of its own in CUDA graphs, which the driver may run on the same
+    thread as these, and so after one that waits for what they send."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torch import Tensor
 from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, ModelConfig
 from neo_lite.cpu_attention import AttentionArgs, Kernel
-from neo_lite.host_nodes import EarlyNodes, PlainNodes, has_stream_words
+from neo_lite.host_nodes import EarlyNodes, PlainNodes, has_stream_words, on_one_host
 from neo_lite.kv_cache import KVPool
 from neo_lite.machine import usable_cores
 from neo_lite.rows import Part
@@ -83,7 +83,8 @@ class Cuda:
     ) -> None:
         self.timeline, self.decode, self.kernel, self.config = timeline, decode, kernel, config
         self.copies = torch.cuda.Stream(priority=-1)
-        self.nodes = EarlyNodes(kernel, 2 * model.num_layers) if has_stream_words() else PlainNodes(kernel)
+        early = has_stream_words() and on_one_host()
+        self.nodes = EarlyNodes(kernel, 2 * model.num_layers) if early else PlainNodes(kernel)
         leave_cores(config.cpu_threads)
         dtype = getattr(torch, kernel.spec.dtype)
         self.staging = [Staging(config.max_seqs, model, dtype) for _ in range(2)]

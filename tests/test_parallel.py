@@ -340,9 +340,28 @@ def our_lines(err: str) -> list[str]:
     ],
 )
 def test_a_rank_that_dies_ends_the_run(tmp_path, victim, how, line, mark, compiler):
-    run = torchrun(3, __file__, "die", "random:tiny", 3, how, victim, tmp_path / "died", **mark)
+    run = torchrun(3, __file__, "die on cpu", "random:tiny", 3, how, victim, tmp_path / "died", **mark)
+    assert_ended(run, tmp_path / "died", victim, how, line)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs on this machine")
+@pytest.mark.parametrize(
+    ("victim", "how", "line"),
+    [
+        (1, "kill", "rank 1 died without a word (killed, or out of memory?); requests in flight, now failed: 8"),
+        (1, "raise", "rank 1 failed: OSError: no space on disk; requests in flight, now failed: 8"),
+        (0, "kill", ""),
+    ],
+)
+def test_a_rank_that_dies_on_its_gpu_ends_the_run(tmp_path, victim, how, line, mark, compiler):
+    run = torchrun(2, __file__, "die on cuda", "random:tiny", 2, how, victim, tmp_path / "died", **mark)
+    assert_ended(run, tmp_path / "died", victim, how, line)
+
+
+def assert_ended(run: subprocess.Popen[str], died: Path, victim: int, how: str, line: str) -> None:
+    """In time, with one line that says who died, all requests failed; `mark` sees that no process and no memory is left."""
     out, err = run.communicate(timeout=300)
-    assert 0 < time.time() - float((tmp_path / "died").read_text()) < END_S
+    assert 0 < time.time() - float(died.read_text()) < END_S
     assert run.returncode == 1 and our_lines(err) == [f"neo_lite: {line}"] * bool(line), err
     assert ("Signal 9 (SIGKILL)" in err) == (how == "kill") and f"rank      : {victim}" in err, "torchrun's own report"
     assert not victim or last_json(out) == {"finish_reasons": ["failed"] * 8}
@@ -438,7 +457,7 @@ def test_a_model_of_another_shape_under_the_same_name_is_refused(tmp_path, mark)
 
 def die(args: argparse.Namespace, ranks) -> int:  # type: ignore[no-untyped-def]
     """Rank 0 of a run in which a rank dies in its third iteration; says what became of the requests."""
-    engine = build_engine(load_model(args.model, "cpu", "float32", ranks), **ROOMY)
+    engine = build_engine(load_model(args.model, args.device, "float32", ranks), **ROOMY)
     requests = add_requests(engine)
     try:
         engine.run()
@@ -464,18 +483,18 @@ def arm(how: str, note: Path) -> None:
 
 
 def as_a_rank(what: str, model: str, size: str, *rest: str) -> int:
-    """`what`: to die, or a device on which to give answers."""
-    device = "cpu" if what == "die" else what
+    """`what`: a device on which to give answers, or "die on" one."""
+    dies, device = what.startswith("die on "), what.removeprefix("die on ")
     args = argparse.Namespace(model=model, tensor_parallel=int(size), executor="torch", device=device)
 
     def answer(args: argparse.Namespace, ranks: Any) -> int:
         print(json.dumps(answers(load_model(args.model, device, "float32", ranks), rest)))
         return 0
 
-    if what == "die" and os.environ["RANK"] == rest[1]:
+    if dies and os.environ["RANK"] == rest[1]:
         arm(rest[0], Path(rest[2]))
     try:
-        return launch.run(args, die if what == "die" else answer)
+        return launch.run(args, die if dies else answer)
     except NeoLiteError as error:
         print(f"neo_lite: {error}", file=sys.stderr)
         return 1
