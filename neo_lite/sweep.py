@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from neo_lite import hardware, machine, metrics, simulator, workload
+from neo_lite.config import NeoLiteError
 from neo_lite.hardware import DATA_DIR
 
 SIMULATED = DATA_DIR / "simulated" / "runs.jsonl"
@@ -30,6 +31,7 @@ RECORDED = DATA_DIR / "recorded"
 REQUESTS = 2000  # as in the paper
 VLLM, SWIFT, NEO = "gpu-only", "gpu-only-unchunked", ("neo-released", "neo")
 QUANTILES = tuple(range(0, 101, 5))
+REMEDY = "`python -m neo_lite figures --fresh` computes them"
 
 
 # ---- What is simulated ----
@@ -159,10 +161,21 @@ def code(source: str) -> str:
 
 
 def read(path: Path) -> tuple[str, dict[Run, dict[str, Any]]]:
-    """The key in the first line, and the results; a line that an interruption tore is left out."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return (rows[0]["key"] if rows else ""), {Run(*row["run"]): row for row in rows[1:]}
+    """The key in the first line, and the results; a line that an interruption tore is left out. Raises NeoLiteError."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
+    made_by, rows = "", dict[Run, dict[str, Any]]()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if number == 1:
+                made_by = str(row["key"])
+            else:
+                rows[Run(*row["run"])] = row
+        except (ValueError, KeyError, TypeError) as error:
+            raise NeoLiteError(
+                f"{path}, line {number}, is no simulated point: delete the file, then {REMEDY}"
+            ) from error
+    return made_by, rows
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -183,13 +196,15 @@ def cached() -> Path:
 
 
 def compute(wanted: Sequence[Run], every: Sequence[Run]) -> None:
-    """Simulates what this key has not simulated yet; interrupted, it goes on there the next time.
+    """Simulates what this key has not simulated yet, so that an interrupted run goes on; if nothing is missing, all anew.
 
     Once `every` simulation is there, they replace data/simulated/.
     """
     from tqdm import tqdm
 
     rows = read(path := cached())[1]
+    if set(wanted) <= set(rows):  # an earlier run came to its end: this one is another
+        rows = {r: row for r, row in rows.items() if r not in set(wanted)}
     write(path, rows.values())
     missing = [r for r in dict.fromkeys(wanted) if r not in rows]
     workers = max(1, min(machine.usable_cores(), len(missing)))
@@ -209,18 +224,31 @@ def _worker() -> None:
 
 
 def results(wanted: Sequence[Run]) -> dict[Run, dict[str, Any]]:
-    """Kept results: data/simulated/, or fresh ones that are not all there yet. Says so where they are stale or missing."""
+    """Kept results: data/simulated/, or fresh ones that are not all there yet. Says so where they are stale or missing.
+
+    Raises NeoLiteError if there are none at all.
+    """
     made_by, rows = read(SIMULATED)
     if made_by != key() and set(wanted) <= set(own := read(cached())[1]):
         return own
-    remedy = "`python -m neo_lite figures --fresh` computes them"
-    if wanted and made_by != key():
-        print(
-            f"simulated points are stale, made by code {made_by or 'unknown'}, now {key()}: {remedy}", file=sys.stderr
-        )
+    if not rows:
+        raise NeoLiteError(f"no simulated points in {SIMULATED}: {REMEDY}")
+    if made_by != key():
+        say_once(f"simulated points are stale, made by code {made_by or 'unknown'}, now {key()}: {REMEDY}")
     elif missing := set(wanted) - set(rows):
-        print(f"{len(missing)} of {len(wanted)} simulated points are missing: {remedy}", file=sys.stderr)
+        say_once(f"{len(missing)} of {len(wanted)} simulated points are missing: {REMEDY}")
     return rows
+
+
+def stale(wanted: Sequence[Run]) -> bool:
+    """Whether `results` of these gives points that other code or other constants made."""
+    return read(SIMULATED)[0] != key() and not set(wanted) <= set(read(cached())[1])
+
+
+@lru_cache
+def say_once(text: str) -> None:
+    """On stderr, once in a process however many figures it concerns."""
+    print(text, file=sys.stderr)
 
 
 # ---- The paper's and recorded points ----
