@@ -13,7 +13,7 @@ from neo_lite.config import NeoLiteError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SOURCES = ("measured", "recorded", "simulated", "paper")
+SOURCES = ("measured", "recorded", "simulated", "paper", "code")  # code: a diagram of the package's own objects
 COLORS = {"gpu": "#2f6db5", "cpu": "#d9822b", "link": "#5a9e5a", "idle": "#d0d0d0", "paper": "#555555"}
 STYLE: Any = {
     "figure.figsize": (6.4, 3.6),

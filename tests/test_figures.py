@@ -131,7 +131,7 @@ def test_every_figure_is_drawn_with_its_table(source: str, tmp_path: Path, capsy
     assert said.err == ""
     for name in figures.NAMES:
         svg, png = (tmp_path / f"11_fig{name}.{kind}" for kind in ("svg", "png"))
-        assert re.search(r"source: (paper|simulated|recorded|measured)( \+ \w+)*<", svg.read_text())
+        assert re.search(r"source: (code|paper|simulated|recorded|measured)( \+ \w+)*<", svg.read_text())
         assert png.read_bytes()[:4] == b"\x89PNG" and 10_000 < png.stat().st_size < 300_000 > svg.stat().st_size
         width = int.from_bytes(png.read_bytes()[16:20], "big") / 250
         assert 2.8 < width < 3.7, f"figure {name} is {width:.2f} inches wide, a column is 3.4"
@@ -142,13 +142,9 @@ def test_every_figure_is_drawn_with_its_table(source: str, tmp_path: Path, capsy
 def test_a_table_tells_a_difference_and_leaves_out_what_is_unknown():
     rows = [figures.Row("a point", 1.25, 1.5), figures.Row("another", simulated=2.0, measured=2.5, alike=2.25)]
     lines = figures.table(rows).splitlines()
-    assert lines[0].split() == ["paper", "simulated", "measured", "sim.", "alike", "difference"]
-    assert lines[1].split() == ["a", "point", "1.25", "1.5", "0.25"] and lines[2].split() == [
-        "another",
-        "2",
-        "2.5",
-        "2.25",
-    ]
+    assert lines[0].split() == ["paper", "simulated", "measured", "sim.", "alike", "difference", "meas.-sim."]
+    assert lines[1].split() == ["a", "point", "1.25", "1.5", "0.25"]
+    assert lines[2].split() == ["another", "2", "2.5", "2.25", "0.25"], "held against the simulation of the same run"
 
 
 def test_a_load_is_read_off_between_two_points():
@@ -177,18 +173,6 @@ def test_bad_input_is_refused_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_measuring_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(machine, "gpu", lambda partition=None: {"name": "a card"})
-    monkeypatch.setattr(figures, "MEASURES", {"10a": ["--model random:tiny --requests 1", "--mode nonsense"]})
-    (tmp_path / "bench_10a_0.json").write_text("{}")
-    with pytest.raises(NeoLiteError, match="figure 10a could not be measured"):
-        figures.measure(["10a"], tmp_path)
-    assert (tmp_path / "bench_10a_0.json").read_text() == "{}" and not (tmp_path / "bench_10a_1.json").exists()
-    assert "--mode nonsense" in capsys.readouterr().err
-
-
 # What is asked of the simulation
 
 EXPLAINED = {"10a: machines in the published order"}  # notebook 11 says why
@@ -211,24 +195,17 @@ def test_claims_can_fail():
 
 STAMP = {"gpu", "cpu", "usable_cores", "ram_bytes", "platform", "python", "torch", "neo_lite", "date"}
 NO_COMMAND = "kernel_variants_"  # variants that were tried and not kept: each file says what they were
-BENCH = {
-    "command",
-    "ran_on",
-    "model",
-    "dtype",
-    "mode",
-    "workload",
-    "requests",
-    "seed",
-    "requests_per_s",
-    "gpu_kv_tokens",
-}
-PEER = {"command", "ran_on", "model", "dtype", "workload", "requests", "requests_per_s", "peers_per_s", "gpu_kv_tokens"}
+FIELDS = {"bench_": figures.FIELDS, "peer_": figures.PEER_FIELDS}
 
 
 def problems(path: Path) -> list[str]:
     """What is wrong with a recorded file; nothing, if it is as it should be."""
-    found = []
+    found: list[str] = []
+    for kind in (kind for kind in FIELDS if path.name.startswith(kind)):
+        try:
+            figures.checked(path, FIELDS[kind])
+        except NeoLiteError as error:
+            found.append(str(error))
     for line in sweep.lines_of(path):
         stamp = line.get("stamp", {})
         if missing := STAMP - set(stamp):
@@ -239,9 +216,6 @@ def problems(path: Path) -> list[str]:
             found.append(f"its source is {line.get('source')!r}")
         if not path.name.startswith(NO_COMMAND):
             found += command_problems(line.get("command", ""))
-        needed = BENCH if path.name.startswith("bench_") else PEER if path.name.startswith("peer_") else set()
-        if missing := needed - set(line):
-            found.append(f"it lacks {sorted(missing)}")
         for part in (line, *line.get("cases", {}).values()):
             if bad := [e for e in part.get("events", ()) if e[0] not in LANES or not 0 <= e[2] <= e[3]]:
                 found.append(f"{len(bad)} events are malformed")
@@ -294,8 +268,10 @@ def test_recorded_file_has_its_schema_its_stamp_and_a_command_that_exists(path: 
 GOOD: dict[str, Any] = {
     "source": "recorded", "command": "python -m neo_lite bench --model random:llama-3.1-8b --mode gpu-only-unchunked,neo"
     " --num-sms 8 --cpu-threads 14 --max-batched-tokens 20480 --workload synthetic:1000,100 --requests 150",
-    "stamp": {**dict.fromkeys(STAMP, ""), "usable_cores": 16, "date": "2026-01-01T00:00:00+00:00"},
-    "ran_on": "8 of the 132 SMs of an NVIDIA H200", "model": "random:llama-3.1-8b", "dtype": "float16", "mode": "neo", "seed": 0,
+    "stamp": {**dict.fromkeys(STAMP, ""), "date": "2026-01-01T00:00:00+00:00",
+              "gpu": {"name": "NVIDIA H200", "partition_sms": 8}, "usable_cores": 16},
+    "ran_on": "8 of the 132 SMs of an NVIDIA H200, 14 of 16 threads of a Xeon",
+    "model": "random:llama-3.1-8b", "dtype": "float16", "mode": "neo", "seed": 0,
     "workload": "synthetic:1000,100", "requests": 150, "requests_per_s": 3.0, "gpu_kv_tokens": 25600, "cpu_kv_gib": 40.0,
 }  # fmt: skip
 
@@ -313,14 +289,53 @@ GOOD: dict[str, Any] = {
         ({"command": "python benchmarks/gpu_partition.py --cores 8"}, "gpu_partition.py has no option --cores"),
         ({"command": ""}, "does not exist"),
         ({"events": [["gpu", "pre", 0.2, 0.1, 0]]}, "1 events are malformed"),
-        ({"requests_per_s": ...}, "it lacks ['requests_per_s']"),
+        ({"requests_per_s": ...}, "its requests_per_s is None"),
+        ({"requests_per_s": "fast"}, "its requests_per_s is 'fast'"),
+        ({"requests_per_s": 0.0}, "its requests_per_s is 0.0"),
+        ({"requests_per_s": float("nan")}, "its requests_per_s is nan"),
+        ({"requests": True}, "its requests is True"),
+        ({"cpu_kv_gib": ...}, "its cpu_kv_gib is None"),
+        ({"stamp": {**GOOD["stamp"], "gpu": None}}, "its stamp's gpu is None"),
+        ({"model": "random:llama-2-7b"}, "its command has --model random:llama-3.1-8b, and it has random:llama-2-7b"),
+        ({"mode": "gpu-only"}, "its command has --mode gpu-only-unchunked,neo, and it has gpu-only"),
+        ({"requests": 60}, "its command has --requests 150, and it has 60"),
+        ({"stamp": {**GOOD["stamp"], "gpu": {"name": "H200"}}}, "its command has --num-sms 8, and it has 0"),
     ],
 )
 def test_a_recorded_file_that_is_wrong_fails(change: dict[str, Any], complaint: str, tmp_path: Path):
     path = tmp_path / "bench_x.json"
     path.write_text(json.dumps({k: v for k, v in {**GOOD, **change}.items() if v is not ...}))
     found = problems(path)
-    assert (complaint in found[0] and len(found) == 1) if complaint else found == []
+    assert any(complaint in problem for problem in found) if complaint else found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        ("[]", "it is empty"),
+        ("3", "'3' is no JSON object"),
+        ("{}", "its command is None"),
+        ('{"command": "python', "it is no JSON, or ends amid a line"),
+        (json.dumps(GOOD) + "\n" + json.dumps(GOOD)[:40], "it is no JSON, or ends amid a line"),
+    ],
+)
+def test_a_recorded_file_that_is_broken_is_named_in_one_line(
+    text: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(figures, "RECORDED", tmp_path)
+    (path := tmp_path / "bench_x.json").write_text(text)
+    assert main(["figures", "9c", "--source", "recorded", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said == f"neo_lite: {path}: {complaint}: remove the file, or run its command again\n"
+
+
+def test_recorded_pipelines_that_are_broken_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(figures, "PIPELINES", tmp_path / "pipelines.json")
+    (tmp_path / "pipelines.json").write_text('{"cases": {"simple": {"events": [["gpu", "pre"]]}}}')
+    with pytest.raises(NeoLiteError, match=r"pipelines.json lacks events of 'simple' .*: record them again"):
+        figures.draw("3")
 
 
 def pair(**change: Any) -> list[dict[str, Any]]:
