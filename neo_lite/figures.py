@@ -278,7 +278,8 @@ def place_of(r: Recorded) -> str:
 
 def label_of(r: Recorded, how: str) -> str:
     """Wrapped: a column is narrow, and names of CPUs are long."""
-    return textwrap.fill(f"{r.source} on {place_of(r)}: {LOOK[r.mode][0]}, {r.requests} requests{how}", 52)
+    text = f"{r.source} on {place_of(r)}: {LOOK[r.mode][0]}, {r.requests} requests{how}"
+    return textwrap.fill(text, 52, break_on_hyphens=False)
 
 
 def crossing(points: Sequence[tuple[float, float]], level: float) -> float:
@@ -365,7 +366,7 @@ def draw_panel(ax: Any, name: str, p: Panel, results: Results, runs: Sequence[Re
             first = next((r for r in mine if at(r, p)), None)
             rows.append(Row(f"{p.title}, {n} out: {mode}", known.get(n, NAN), ys[n], *(pairs[first] if first else ())))
             for r in mine:
-                ax.plot(n, r.ratio, "D", color=LOOK[mode][1], mec=INK, label=label_of(r, ", whole run"))
+                ax.plot(n, r.ratio, "D", color=LOOK[mode][1], mec=INK, label=label_of(r, f", whole run, over {r.base}"))
                 if r is not first:
                     rows.append(Row(f"    {r.source}, {r.requests} requests: {place_of(r)}", NAN, NAN, *pairs[r]))
     if known:

@@ -73,6 +73,8 @@ def test_a_measured_run_is_in_the_table_with_its_machine_and_in_the_stamp(tmp_pa
     fig, table, source = figures.draw("10a", "measured", tmp_path)
     plt.close(fig)
     assert source == "paper + simulated + measured"
+    labels = " ".join(text.get_text().replace("\n", " ") for text in fig.legends[0].get_texts())
+    assert "150 requests, whole run, over gpu-only-unchunked" in labels, "a run's baseline is its own, not the axis's"
     assert table.count("measured, 150 requests: A10G, 6 threads") == 4 and table.count(" 1.5 ") >= 4
 
 
