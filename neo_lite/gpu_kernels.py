@@ -28,7 +28,7 @@ import triton.language as tl
 
 TILE = 64  # rows of K, of all its heads, that a program reads in one step
 WARPS, STAGES = 2, 2
-LEAST = 256  # tokens of a split
+LEAST = 64  # tokens of a split
 PROGRAMS_PER_SM = 10
 
 
@@ -39,23 +39,51 @@ def _share(seq_len, splits, LEAST: tl.constexpr, STEP: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _visit(  # type: ignore[no-untyped-def]
-    q, k_ptr, v_ptr, place, offsets, mask, live, scale, running_max, running_sum, acc, MASKED: tl.constexpr
-):  # fmt: skip
+def _visit(q, k_ptr, v_ptr, mask, other, live, scale, top, total, acc):  # type: ignore[no-untyped-def]
     """One step: reads K and V, and moves the running softmax on. `live`: the scores that count, [ROWS, columns]."""
-    if MASKED:
-        k = tl.load(k_ptr + place + offsets, mask, 0.0, eviction_policy="evict_first")
-        v = tl.load(v_ptr + place + offsets, mask, 0.0, eviction_policy="evict_first")
-    else:
-        k = tl.load(k_ptr + place + offsets, eviction_policy="evict_first")
-        v = tl.load(v_ptr + place + offsets, eviction_policy="evict_first")
+    k = tl.load(k_ptr, mask, other, eviction_policy="evict_first")
+    v = tl.load(v_ptr, mask, other, eviction_policy="evict_first")
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.44269504)  # 2^x is cheaper than e^x
     scores = tl.where(live, scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    fade = tl.exp2(running_max - new_max)
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    fade = tl.exp2(top - new_top)
     acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return new_max, running_sum * fade + tl.sum(weights, 1), acc
+    return new_top, total * fade + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    q, k_ptr, v_ptr, table_ptr, first, end, head, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, TAKEN: tl.constexpr, PLACES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Tokens `first` to `end` of a sequence, from `head` on: the running maximum, sum and output of each row of q.
+
+    A step takes STEP tokens of one block; PLACES: the same, padded to what a product needs. Whole steps need no masks.
+    """
+    ROWS: tl.constexpr = q.shape[0]
+    WIDTH: tl.constexpr = q.shape[1]
+    rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TAKEN * PLACES)
+    tokens = columns % PLACES
+    own = rows[:, None] // GROUP == columns[None] // PLACES  # the products of a query with its own head's keys
+    lines = columns if PLACES == BLOCK else columns // PLACES * BLOCK + tokens
+    offsets = lines[:, None] * DIM + dims[None]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    block = tl.load(table_ptr + first // BLOCK, first < end, 0)
+    whole = first + tl.maximum(end - first, 0) // STEP * STEP if PLACES == STEP and DIM == WIDTH else first
+    for start in range(first, whole, STEP):
+        at = offsets + ((block.to(tl.int64) * HEADS + head) * BLOCK + start % BLOCK) * DIM
+        block = tl.load(table_ptr + (start + STEP) // BLOCK, start + STEP < end, 0)
+        top, total, acc = _visit(q, k_ptr + at, v_ptr + at, None, None, own, scale, top, total, acc)
+    for start in range(whole, end, STEP):
+        block = tl.load(table_ptr + start // BLOCK)
+        at = offsets + ((block.to(tl.int64) * HEADS + head) * BLOCK + start % BLOCK) * DIM
+        valid = (start + tokens < end) & (tokens < STEP)
+        mask, live = valid[:, None] & (dims[None] < DIM), own & valid[None]
+        top, total, acc = _visit(q, k_ptr + at, v_ptr + at, mask, 0.0, live, scale, top, total, acc)
+    return top, total, acc
 
 
 @triton.jit(do_not_specialize=("q_rows", "width", "splits"))
@@ -65,57 +93,32 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, TAKEN: tl.constexpr, PLACES: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """TAKEN heads side by side. Without splits the result; else out, max, sum [sequences, q_heads, splits], not normalised.
-
-    A step takes STEP tokens of one block; PLACES: the same, padded to what a product needs. Whole steps need no masks.
-    """
+    """TAKEN heads side by side. Without splits the result; else out, max, sum [sequences, q_heads, splits], not normalised."""
     head, seq, split = tl.program_id(0) * TAKEN, tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(lens_ptr + seq)
     split_tokens = _share(seq_len, splits, LEAST, STEP)
     first = split * split_tokens
     end = tl.minimum(first + split_tokens, seq_len)
-    rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, DIM_POW2), tl.arange(0, TAKEN * PLACES)
-    tokens = columns % PLACES
-    own = rows[:, None] // GROUP == columns[None] // PLACES  # the products of a query with its own head's keys
-    lines = columns if PLACES == BLOCK else columns // PLACES * BLOCK + tokens
-    offsets = lines[:, None] * DIM + dims[None]
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_POW2)
     real = (rows[:, None] < TAKEN * GROUP) & (dims[None] < DIM)
     q = tl.load(q_ptr + (seq * q_rows + head * GROUP + rows[:, None]) * DIM + dims[None], real, 0.0)
-    running_max = tl.full([ROWS], float("-inf"), tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM_POW2], tl.float32)
-    table_ptr += seq * width
-    block = tl.load(table_ptr + first // BLOCK, first < end, 0)
-    whole = first + tl.maximum(end - first, 0) // STEP * STEP if PLACES == STEP and DIM == DIM_POW2 else first
-    for start in range(first, whole, STEP):
-        place = ((block.to(tl.int64) * HEADS + head) * BLOCK + start % BLOCK) * DIM
-        following = start + STEP
-        block = tl.load(table_ptr + following // BLOCK, following < end, 0)
-        running_max, running_sum, acc = _visit(
-            q, k_ptr, v_ptr, place, offsets, real, own, scale, running_max, running_sum, acc, MASKED=False
-        )
-    for start in range(whole, end, STEP):
-        block = tl.load(table_ptr + start // BLOCK)
-        place = ((block.to(tl.int64) * HEADS + head) * BLOCK + start % BLOCK) * DIM
-        valid = (start + tokens < end) & (tokens < STEP)
-        mask = valid[:, None] & (dims[None] < DIM)
-        running_max, running_sum, acc = _visit(
-            q, k_ptr, v_ptr, place, offsets, mask, own & valid[None], scale, running_max, running_sum, acc, MASKED=True
-        )
+    top, total, acc = _read(
+        q, k_ptr, v_ptr, table_ptr + seq * width, first, end, head, scale, HEADS, GROUP, DIM, BLOCK, TAKEN, PLACES, STEP
+    )
     place = ((seq * HEADS + head) * GROUP + rows) * splits + split
     if SPLIT:
-        tl.store(max_ptr + place, running_max, rows < TAKEN * GROUP)
-        tl.store(sum_ptr + place, running_sum, rows < TAKEN * GROUP)
+        tl.store(max_ptr + place, top, rows < TAKEN * GROUP)
+        tl.store(sum_ptr + place, total, rows < TAKEN * GROUP)
         tl.store(out_ptr + place[:, None] * DIM + dims[None], acc, real)
     else:
-        result = (acc / tl.maximum(running_sum, 1e-38)[:, None]).to(result_ptr.dtype.element_ty)
+        result = (acc / tl.maximum(total, 1e-38)[:, None]).to(result_ptr.dtype.element_ty)
         tl.store(result_ptr + place[:, None] * DIM + dims[None], result, real)
 
 
 @triton.jit(do_not_specialize=("splits",))
 def _merge(  # type: ignore[no-untyped-def]
     out_ptr, max_ptr, sum_ptr, lens_ptr, result_ptr, splits, LEAST: tl.constexpr, STEP: tl.constexpr, Q_HEADS: tl.constexpr,
-    DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr, AT_ONCE: tl.constexpr = 16,
 ):  # fmt: skip
     """One query head of one sequence: the splits weighted by 2^max and divided by the sum of all."""
     seq, q_head, dims = tl.program_id(0), tl.program_id(1), tl.arange(0, DIM_POW2)
@@ -123,13 +126,16 @@ def _merge(  # type: ignore[no-untyped-def]
     used = tl.cdiv(seq_len, _share(seq_len, splits, LEAST, STEP))
     top, total = float("-inf"), 0.0
     acc = tl.zeros([DIM_POW2], tl.float32)
-    for split in range(used):
+    for start in range(0, used, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
         place = (seq * Q_HEADS + q_head) * splits + split
-        m = tl.load(max_ptr + place)
-        new_top = tl.maximum(top, m)
-        fade, weight = tl.exp2(top - new_top), tl.exp2(m - new_top)
-        total = total * fade + tl.load(sum_ptr + place) * weight
-        acc = acc * fade + tl.load(out_ptr + place * DIM + dims, dims < DIM, 0.0) * weight
+        m = tl.load(max_ptr + place, split < used, float("-inf"))
+        new_top = tl.maximum(top, tl.max(m, 0))
+        fade, weights = tl.exp2(top - new_top), tl.exp2(m - new_top)
+        parts = (split[:, None] < used) & (dims[None] < DIM)
+        out = tl.load(out_ptr + place[:, None] * DIM + dims[None], parts, 0.0)
+        total = total * fade + tl.sum(weights * tl.load(sum_ptr + place, split < used, 0.0), 0)
+        acc = acc * fade + tl.sum(weights[:, None] * out, 0)
         top = new_top
     result = (acc / tl.maximum(total, 1e-38)).to(result_ptr.dtype.element_ty)
     tl.store(result_ptr + (seq * Q_HEADS + q_head) * DIM + dims, result, dims < DIM)
