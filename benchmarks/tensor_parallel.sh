@@ -17,7 +17,8 @@ mkdir -p "$out"
 cores=$(nproc)
 threads=$((cores > 8 ? cores - 4 : cores))
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-decode_heavy="--model random:llama-3.1-8b --dtype bfloat16 --workload synthetic:12000,1000 --requests 48 --gpu-kv-tokens 690000"
+decode_heavy="--model random:llama-3.1-8b --dtype bfloat16 --workload synthetic:12000,2000 --requests 48 --gpu-kv-tokens 690000"
+decode_heavy="$decode_heavy --max-batched-tokens 8192"  # or launching the prefills takes longer than computing them on two
 little_kv="--model random:llama-3.1-8b --dtype bfloat16 --workload synthetic:600,200 --requests 160 --gpu-kv-tokens 40000"
 large="--model random:llama-3.1-70b --dtype bfloat16 --workload synthetic:600,200 --requests 120 --gpu-kv-tokens 40000"
 
