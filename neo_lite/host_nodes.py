@@ -3,9 +3,10 @@
 A host node is a C function that the driver calls once all before it on the stream is done. `PlainNodes` puts one between
 the copies of q, k, v and that of the output. Waking up for it takes the driver 40 to 80 us: in each of 32 layers, that is
 5 % of an iteration of decodes. `EarlyNodes` start ahead of their data and look at a word in pinned memory, which the GPU
-sets behind its copy (`ready`); the GPU waits for another one (`done`). In a CUDA graph one node, launched beside it, makes
-all calls. No node waits for anything that is not enqueued yet, so that whatever Python waits for, it comes. Drivers
-without stream memory operations, and ranks on several hosts, are served by `PlainNodes`.
+sets behind its copy (`ready`); the GPU waits for another one (`done`). From the end of a call to the start of the next one
+passes what the GPU has to do in between, and 28 us for both copies and both words. In a CUDA graph one node, launched
+beside it, makes all calls. No node waits for anything that is not enqueued yet, so that whatever Python waits for, it
+comes. Drivers without stream memory operations, and ranks on several hosts, are served by `PlainNodes`.
 """
 
 from __future__ import annotations

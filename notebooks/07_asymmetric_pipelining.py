@@ -650,9 +650,16 @@ for name, dials in {"two sets": {}, "two sets, a late CPU": dict(late_s=2e-3), "
 #
 # Python enqueues; it never waits. But enqueueing thousands of kernels takes time too, and where an iteration is shorter
 # than that, the GPU waits for Python. A *CUDA graph* is the list of what was enqueued, captured once and launched at
-# once, host nodes included. Since every address in it is fixed, decode-only iterations are captured, one graph for each
-# combination of sizes (`graphs.py`), and those with prefills or swaps run eagerly. The recordings tell what that saves,
-# and what recording a timeline costs:
+# once. Since every address in it is fixed, decode-only iterations are captured, one graph for each combination of sizes
+# (`graphs.py`), and those with prefills or swaps run eagerly.
+#
+# The CPU has a launch cost as well. A host node runs when all before it is done, and until the driver has woken up for it
+# 40 to 80 us pass; in 32 layers, that is more than a millisecond. So the nodes here start ahead of their data, and look at
+# a word in pinned memory, which the GPU sets behind its copy of q, k and v; the GPU waits for a second word before it
+# copies the output back (`host_nodes.py`, and `neo_calls` in `kernels/attention.h`). A graph has one such node beside it
+# for all of its layers.
+#
+# The recordings tell what graphs save, and what recording a timeline costs:
 
 # %%
 for mode, values in saved["cases"].items():
