@@ -95,17 +95,21 @@ def rows_of(batch: SubBatch, cache: KVCache, step: int = 1) -> Rows:
     ends = lengths.cumsum(dtype=np.int32)
     starts = np.array([w.start for w in works], np.int32)
     positions = (starts - ends + lengths).repeat(lengths) + np.arange(lengths.sum(), dtype=np.int32)
-    tokens = np.array([w.request.token(p) for w in works for p in range(w.start, w.seq_len)], np.int32)
+    tokens = np.array([w.request.token(p) for w in works for p in range(w.start, w.start + w.length)], np.int32)
     table = _table(works, step)
     blocks = table[np.arange(len(works)).repeat(lengths), positions // pool.block_size]
     slots = blocks * pool.block_size + positions % pool.block_size  # slot_mapping
     places, first = pool.places(slots[: len(slots) - len(batch.cpu_decodes)]), sum(w.length for w in leaving)
     a, b = len(prefills), len(prefills) + len(batch.gpu_decodes)
-    lens, last = starts + lengths, (ends - 1)[[w.samples for w in works]]
+    lens, sampling = starts + lengths, [w.samples for w in works]
+    last = (ends - 1)[sampling]
     arrays = [tokens, positions, last, places[:first], places[first:], lens[:a], table[:a], lens[a:b], table[a:b]]
     numbers, shapes = to_device(arrays, cache.device), [a.shape for a in arrays]
-    samples, on_host = [w.request for w in works if w.samples], [torch.from_numpy(x[b:].copy()) for x in (lens, table)]
-    return _rows(numbers, shapes, samples, kinds, *on_host)
+    samples, on_host = (
+        list(itertools.compress(works, sampling)),
+        [torch.from_numpy(x[b:].copy()) for x in (lens, table)],
+    )
+    return _rows(numbers, shapes, [w.request for w in samples], kinds, *on_host)
 
 
 def _rows(

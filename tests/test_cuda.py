@@ -262,6 +262,28 @@ def test_out_of_memory_in_an_iteration_leaves_the_process_able(tmp_path, monkeyp
         assert generate(build_engine(model, mode=mode), [[3, 4, 5]], 8)[0].output == expected
 
 
+def test_an_iteration_that_breaks_off_between_a_call_and_its_result_leaves_no_trace(tmp_path, monkeypatch):
+    """Later calls at the same place wait for their own results, not for that one."""
+    hf = tiny_folder(tmp_path, {})
+    engine = build_engine(load(tmp_path, "cuda"), mode="simple", max_seqs=1)
+    engine.timeline.enabled = False
+    first, second = (engine.add([3, 4, 5], SamplingParams(24, ignore_eos=True)) for _ in range(2))
+    for _ in range(3):
+        engine.step()
+    pipeline = engine.executor
+
+    def broken(*_):
+        raise torch.OutOfMemoryError("as if")
+
+    monkeypatch.setattr(pipeline, "_gpu_attention", broken)
+    with pytest.raises(NeoLiteError, match="memory does not suffice"):
+        engine.step()
+    monkeypatch.undo()
+    assert first.finish_reason == "failed"
+    engine.run()
+    assert second.output == hf_greedy(hf, [3, 4, 5], 24)[0]
+
+
 DEVICE_ASSERT = "torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')]"
 ILLEGAL_ACCESS = "write[(1,)](torch.zeros(1, device='cuda'), 1 << 42)"
 PROGRAM = """
