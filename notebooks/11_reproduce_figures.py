@@ -133,9 +133,9 @@ show("4")
 show("5")
 
 # %% [markdown]
-# NEO's: prefills and GPU decodes (dark) are long on the GPU, CPU decodes (pale) long on the CPU. Each hides behind the
-# other. (Where the table's recorded layer is longer than the simulated one, its linear stages are: they took longer in that
-# process than in the one that measured the profile, for as many tokens.)
+# NEO's: prefills and GPU decodes (batch-0) are long on the GPU, CPU decodes (batch-1, hatched) long on the CPU. Each hides
+# behind the other. (Where the table's recorded layer is longer than the simulated one, its linear stages are: they took
+# longer in that process than in the one that measured the profile, for as many tokens.)
 #
 # ## 4. Figure 6: how much load?
 #
