@@ -35,8 +35,8 @@ run() { # seconds at most, ranks, arguments
 
 # shellcheck disable=SC2086
 {
-    run 120 1 $decode_heavy --mode gpu-only
-    run 120 2 $decode_heavy --mode gpu-only,neo
+    run 180 1 $decode_heavy --mode gpu-only
+    run 240 2 $decode_heavy --mode gpu-only,neo
     run 150 2 $large --mode gpu-only,neo
     run 90 2 $little_kv --mode gpu-only,neo
     run 90 1 $little_kv --mode gpu-only,neo

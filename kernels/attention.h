@@ -83,9 +83,10 @@ void neo_attention(void* args) noexcept {
 void neo_calls(void* calls) noexcept {
   Calls& c = *(Calls*)calls;
   for (int32_t i = 0; i < c.count; i++) {
-    for (int turns = 0; !__atomic_load_n(&c.ready[i], __ATOMIC_ACQUIRE); turns++) {
+    for (int turns = 0; !__atomic_load_n(&c.ready[i], __ATOMIC_ACQUIRE);) {
       if (__atomic_load_n(&c.stop, __ATOMIC_RELAXED)) return;
-      if (turns > 100000) std::this_thread::yield();  // some 0.1 ms: from then on others may have the core
+      if (turns < 20000) turns++, relax();  // up to a millisecond
+      else std::this_thread::yield();       // from then on others may have the core
     }
     c.ready[i] = 0;
     neo_attention(c.args[i]);

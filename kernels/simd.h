@@ -35,6 +35,13 @@
 #define SUMS 8
 #endif
 constexpr int W = WIDTH;
+static inline void relax() {  // between two looks at a word in memory
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 static_assert(HEAD_DIM % 8 == 0, "head_dim must be a multiple of 8");
 typedef float vf __attribute__((vector_size(W * sizeof(float))));
 typedef int32_t vi __attribute__((vector_size(W * sizeof(int32_t))));

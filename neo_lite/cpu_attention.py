@@ -81,8 +81,8 @@ class Kernel:
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
         self._check.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._library.neo_isa.restype = ctypes.c_char_p
-        if self._library.neo_args_size() != ctypes.sizeof(AttentionArgs):
-            raise NeoLiteError(f"{spec.source}: AttentionArgs differs from neo_lite's; take over kernels/attention.h")
+        if self._library.neo_args_size() != ctypes.sizeof(AttentionArgs) or not hasattr(self._library, "neo_calls"):
+            raise NeoLiteError(f"{spec.source}: its attention.h is not neo_lite's; take over kernels/attention.h")
         self.entry_point: int = ctypes.cast(self._run, ctypes.c_void_p).value or 0
         self.calls_entry_point: int = ctypes.cast(self._library.neo_calls, ctypes.c_void_p).value or 0
         self.isa: str = self._library.neo_isa().decode()

@@ -14,12 +14,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Sequence
 
 import torch
 
 from neo_lite.config import NeoLiteError
 from neo_lite.cpu_attention import AttentionArgs, Kernel
+
+# The driver may run the nodes of several engines, each in a thread of its own, on one thread: one whose graph comes behind
+# another's on the GPU must not come before it there.
+LAUNCHING = threading.Lock()
 
 
 class PlainNodes:
@@ -35,8 +40,9 @@ class PlainNodes:
         `enter`. `args` must live until `finish`, or as long as the graph."""
         launch_host(self.leave, self.kernel.entry_point, args)
 
-    def replay(self, calls: Sequence[AttentionArgs]) -> None:
-        """After the launch of a CUDA graph that holds these calls."""
+    def replay(self, graph: torch.cuda.CUDAGraph, calls: Sequence[AttentionArgs]) -> None:
+        """Launches a CUDA graph that holds these calls."""
+        graph.replay()
 
     def finish(self) -> None:
         """Waits for all calls. Raises RuntimeError where the GPU has failed."""
@@ -51,33 +57,52 @@ class EarlyNodes(PlainNodes):
         self.enter, self.nodes = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
         self.words = torch.zeros(2, most_calls, dtype=torch.int32, pin_memory=True)
         self.running: list[Calls] = []
+        self.owed: Calls | None = None  # a node that must be launched, whatever happens
 
     def call(self, args: AttentionArgs, place: int) -> None:
         place %= self.words.shape[1]  # no two calls of a sub-batch are under way at a time
         ready, done = (row[place].data_ptr() for row in self.words)
         stream_word("Write", self.leave, ready, 1)
         if not torch.cuda.is_current_stream_capturing():
-            self._launch([args], place)
+            with LAUNCHING:
+                self.owed = self._node([args], place)
+                self._launch_owed()
         self.enter.wait_stream(self.leave)  # or a graph might wait before it writes
         stream_word("Wait", self.enter, done, 1)
         stream_word("Write", self.enter, done, 0)
 
-    def replay(self, calls: Sequence[AttentionArgs]) -> None:
-        if calls:
-            self._launch(calls, 0)
+    def replay(self, graph: torch.cuda.CUDAGraph, calls: Sequence[AttentionArgs]) -> None:
+        if not calls:
+            return graph.replay()
+        with LAUNCHING:
+            self.owed = self._node(calls, 0)  # a graph without its node would wait for ever
+            graph.replay()
+            self._launch_owed()
 
     def finish(self) -> None:
+        owed = self.owed
         try:
+            if owed:  # Ctrl-C came before its launch
+                self._launch_owed()
             torch.cuda.current_stream().synchronize()  # this one tells of a failure without waiting for the nodes
+            if owed:  # done by now, unless Ctrl-C came before its graph's launch, too
+                owed.stop = 1
             super().finish()
-        finally:
-            for calls in self.running:  # after a failure they would wait for words that never come
+        except BaseException:
+            for calls in self.running:  # which would wait for words that never come
                 calls.stop = 1
+            raise
         self.running.clear()
+        self.words.zero_()  # where an iteration broke off, nobody has waited for its last calls
 
-    def _launch(self, calls: Sequence[AttentionArgs], place: int) -> None:
-        self.running.append(Calls(calls, *(row[place:].data_ptr() for row in self.words)))
-        launch_host(self.nodes, self.kernel.calls_entry_point, self.running[-1])
+    def _node(self, calls: Sequence[AttentionArgs], place: int) -> Calls:
+        return Calls(calls, *(row[place:].data_ptr() for row in self.words))
+
+    def _launch_owed(self) -> None:
+        assert self.owed
+        self.running.append(self.owed)
+        launch_host(self.nodes, self.kernel.calls_entry_point, self.owed)
+        self.owed = None
 
 
 class Calls(ctypes.Structure):
@@ -133,7 +158,8 @@ def has_stream_words() -> bool:
     try:
         for operation in ("Write", "Wait"):
             stream_word(operation, torch.cuda.current_stream(), word.data_ptr(), 1)
+        return True
     except (AttributeError, NeoLiteError):
         return False
-    torch.cuda.current_stream().synchronize()
-    return int(word) == 1
+    finally:
+        torch.cuda.current_stream().synchronize()

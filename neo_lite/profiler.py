@@ -160,14 +160,13 @@ def _repeated(pipeline: Pipeline, work: Callable[[int], object]) -> Callable[[],
     def measured() -> float:
         if not captured:
             work(0)  # compiles kernels, warms libraries up
-            torch.cuda.synchronize()
             captured.append(pipeline.streams.capture(all_layers))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         captured[0]()  # while it runs, the launches of the second run are done
         start.record()
         captured[0]()
         end.record()
-        torch.cuda.synchronize()
+        pipeline.streams.finish()
         return _agreed(pipeline)(start.elapsed_time(end) / 1e3 / len(layers))
 
     return measured
@@ -180,14 +179,13 @@ def _timed(pipeline: Pipeline, work: Callable[[int], object]) -> float:
         pipeline.model.config.num_layers,
         MOST_LAYERS if on_one or pipeline.model.device.type == "cuda" else LEAST_LAYERS,
     )
-    wait = torch.cuda.synchronize if pipeline.model.device.type == "cuda" else lambda: None
-    wait()
+    pipeline.streams.finish()
     start_s = time.perf_counter()
     for layer in range(most):
         work(layer)
         if on_one and time.perf_counter() - start_s > ENOUGH_S * max(1, LEAST_LAYERS - layer):
             break
-    wait()
+    pipeline.streams.finish()
     return _agreed(pipeline)((time.perf_counter() - start_s) / (layer + 1))
 
 

@@ -73,6 +73,8 @@ class Host:
 
     def finish(self) -> None:
         """After it: nothing is under way any more, and the timeline has its events."""
+        if torch.cuda.is_initialized():  # a GPU without the kernel
+            torch.cuda.synchronize()
 
 
 class Cuda:
@@ -201,8 +203,7 @@ class Captured:
     nodes: PlainNodes
 
     def __call__(self) -> Tensor:
-        self.graph.replay()
-        self.nodes.replay(self.calls)
+        self.nodes.replay(self.graph, self.calls)
         return self.out
 
 

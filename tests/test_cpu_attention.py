@@ -234,7 +234,7 @@ def test_one_small_header_knows_instruction_sets_and_every_rung_is_short() -> No
     files = {path.name: path.read_text() for path in kernel_build.KERNELS_DIR.glob("*.*")}
     intrinsic = re.compile(r"_mm\d*_|__m\d{3}|\bv\w+_[fsu]\d+\(|intrin\.h|arm_neon\.h|__builtin_ia32|\basm\b")
     assert {name for name, text in files.items() if intrinsic.search(text)} == {"simd.h"}
-    assert files["simd.h"].count("\n") < 150
+    assert files["simd.h"].count("\n") < 160
     assert all(files[f"{rung}.cpp"].count("\n") <= 200 for rung in RUNGS)
 
 

@@ -165,9 +165,11 @@ def test_tokens_are_the_same_wherever_kv_lies(tmp_path, placement, monkeypatch):
 
 
 @new_gpu
+@pytest.mark.parametrize("early", [True, False], ids=["early nodes", "plain nodes"])
 @pytest.mark.parametrize("mode", MODES)
-def test_graphs_give_the_tokens_of_eager_iterations(tmp_path, mode):
+def test_graphs_give_the_tokens_of_eager_iterations(tmp_path, monkeypatch, mode, early):
     """In fp16, where the same kernels give the same bits; lengths that cross tiles, splits and block tables."""
+    monkeypatch.setattr("neo_lite.streams.has_stream_words", lambda: early)
     tiny_folder(tmp_path, {"num_hidden_layers": 12, "max_position_embeddings": 1024})
     model = load(tmp_path, "cuda", torch.float16)
     prompts = [[(7 * i + j) % 90 + 1 for j in range(n)] for i, n in enumerate((3, 60, 250, 255, 300, 500, 511, 700))]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import pytest
 import torch
 from test_cpu_attention import case, check, reference
 
+from neo_lite import host_nodes
 from neo_lite.cpu_attention import AttentionArgs, KernelSpec, load_kernel
-from neo_lite.host_nodes import Calls
+from neo_lite.host_nodes import Calls, EarlyNodes
 
 SPEC = KernelSpec(64, 2, 16, "float32")
 DEADLINE_S = 20.0
@@ -62,3 +66,60 @@ def test_a_node_gives_up_when_it_is_told_that_the_gpu_has_failed() -> None:
     struct.stop = 1
     thread.join(DEADLINE_S)
     assert not thread.is_alive() and out.isnan().all() and not words.any()
+
+
+class Device:
+    """A GPU that sets a graph's words when it is launched, and whose streams are threads of this test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: torch.Tensor) -> None:
+        self.nodes = object.__new__(EarlyNodes)
+        self.nodes.__dict__ |= dict(kernel=load_kernel(SPEC), words=torch.zeros(2, 4, dtype=torch.int32), running=[])
+        self.nodes.__dict__ |= dict(owed=None, nodes=None)
+        self.threads: list[threading.Thread] = []
+        self.interrupted, self.out = "", out
+        monkeypatch.setattr(host_nodes, "launch_host", self.launch)
+        stream = SimpleNamespace(synchronize=self.wait_for_the_graph)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait_for_the_nodes)
+        self.launched = False
+
+    def launch(self, _stream: object, entry_point: int, calls: Calls) -> None:
+        if self.interrupted == "before the node":
+            self.interrupted = ""
+            raise KeyboardInterrupt
+        entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry_point)
+        self.threads.append(threading.Thread(target=entry, args=(ctypes.addressof(calls),), daemon=True))
+        self.threads[-1].start()
+
+    def replay(self) -> None:
+        """Of the graph."""
+        if self.interrupted == "before the graph":
+            raise KeyboardInterrupt
+        self.launched = True
+        self.nodes.words[0, 0] = 1
+
+    def wait_for_the_graph(self) -> None:
+        if self.launched:
+            until(self.nodes.words[1, 0], 1)
+            self.nodes.words[1, 0] = 0
+
+    def wait_for_the_nodes(self) -> None:
+        for thread in self.threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive(), "a node waits for a word that never comes"
+
+
+@pytest.mark.parametrize("interrupted", ["", "before the graph", "before the node"])
+def test_an_interrupt_between_a_graph_and_its_node_leaves_nobody_waiting(monkeypatch, interrupted):  # type: ignore[no-untyped-def]
+    inputs = case(SPEC, [5, 40])
+    out = torch.full_like(inputs[0], torch.nan)
+    device = Device(monkeypatch, out)
+    calls, device.interrupted = [load_kernel(SPEC).args(*inputs, out, num_threads=1)], interrupted
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        device.nodes.replay(device, calls)  # type: ignore[arg-type]
+    device.nodes.finish()
+    assert not device.nodes.words.any() and not device.nodes.running and device.nodes.owed is None
+    if device.launched:
+        check(SPEC, out, reference(*inputs))
+    else:
+        assert out.isnan().all()
