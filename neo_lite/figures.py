@@ -150,7 +150,7 @@ PEER_FIELDS = {**{k: v for k, v in FIELDS.items() if k != "cpu_kv_gib"}, "peers_
 def fits(value: Any, kind: type) -> bool:
     """A text or an object that is not empty, a count from 0 on, a rate or size above 0."""
     if kind is float:
-        return type(value) in (int, float) and 0 < value < float("inf")
+        return type(value) in (int, float) and 0 < value < 1e300
     return type(value) in (kind,) and (value >= 0 if kind is int else bool(value))
 
 
@@ -167,7 +167,7 @@ def complaint(line: Any, fields: Mapping[str, type]) -> str:
     card, option = line["stamp"].get("gpu"), options_of(line["command"])
     if not isinstance(card, dict):
         return f"its stamp's gpu is {card!r}"
-    if bad := [k for k, v in line.get("peers_per_s", {}).items() if not fits(v, float)]:
+    if bad := [k for k, v in (line["peers_per_s"] if "peers_per_s" in fields else {}).items() if not fits(v, float)]:
         return f"its peers_per_s has {line['peers_per_s'][bad[0]]!r}"
     said = {**line, "num_sms": card.get("partition_sms") or 0}
     for name in ("model", "dtype", "mode", "workload", "requests", "seed", "gpu-kv-tokens", "cpu-kv-gib", "num-sms"):
@@ -365,7 +365,7 @@ def draw_panel(ax: Any, name: str, p: Panel, results: Results, runs: Sequence[Re
             pairs = {r: (r.ratio, ratio(results, r.like, "requests_per_s", r.base)) for r in mine}
             first = next((r for r in mine if at(r, p)), None)
             rows.append(Row(f"{p.title}, {n} out: {mode}", known.get(n, NAN), ys[n], *(pairs[first] if first else ())))
-            for r in mine:
+            for r in (r for r in mine if r.ratio == r.ratio):  # its baseline is there
                 ax.plot(n, r.ratio, "D", color=LOOK[mode][1], mec=INK, label=label_of(r, f", whole run, over {r.base}"))
                 if r is not first:
                     rows.append(Row(f"    {r.source}, {r.requests} requests: {place_of(r)}", NAN, NAN, *pairs[r]))
