@@ -669,12 +669,13 @@ def main(args: argparse.Namespace) -> int:
     folder = RECORDED
     if args.source == "measured":
         folder = measure(names, Path(args.out) / "measured")
+    runs = runs_in(folder)
     if args.fresh:
-        runs = runs_in(folder)
         sweep.compute([r for name in names for r in wanted(name, runs)], all_runs())
     for name in names:
         fig, text, source = draw(name, args.source, folder)
-        path = plots.save_figure(fig, f"11_fig{name}", source, folder=args.out)
+        note = "stale: figures --fresh computes it anew" if sweep.stale(wanted(name, runs)) else ""
+        path = plots.save_figure(fig, f"11_fig{name}", source, note, args.out)
         fig.savefig(path.with_suffix(".png"), dpi=250, bbox_inches="tight")
         plt.close(fig)
         print(f"figure {name}: {source}; {path} and .png\n{text}\n")

@@ -2,7 +2,7 @@
 
 The CPU is just another stream. Its attention is a chain beside the compute stream: copy q, k, v to pinned memory; a host
 node, which is the kernel's entry point with a pointer to its arguments (`host_nodes`); copy the output back. Events join it
-to the compute stream. Python only enqueues: no thread, no lock, and no wait that the data does not ask for.
+to the compute stream. Python only enqueues: no thread, and no wait that the data does not ask for.
 """
 
 from __future__ import annotations

@@ -71,12 +71,12 @@ def test_a_node_gives_up_when_it_is_told_that_the_gpu_has_failed() -> None:
 class Device:
     """A GPU that sets a graph's words when it is launched, and whose streams are threads of this test."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: torch.Tensor) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes = object.__new__(EarlyNodes)
         self.nodes.__dict__ |= dict(kernel=load_kernel(SPEC), words=torch.zeros(2, 4, dtype=torch.int32), running=[])
         self.nodes.__dict__ |= dict(owed=None, nodes=None)
         self.threads: list[threading.Thread] = []
-        self.interrupted, self.out = "", out
+        self.interrupted = ""
         monkeypatch.setattr(host_nodes, "launch_host", self.launch)
         stream = SimpleNamespace(synchronize=self.wait_for_the_graph)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -113,7 +113,7 @@ class Device:
 def test_an_interrupt_between_a_graph_and_its_node_leaves_nobody_waiting(monkeypatch, interrupted):  # type: ignore[no-untyped-def]
     inputs = case(SPEC, [5, 40])
     out = torch.full_like(inputs[0], torch.nan)
-    device = Device(monkeypatch, out)
+    device = Device(monkeypatch)
     calls, device.interrupted = [load_kernel(SPEC).args(*inputs, out, num_threads=1)], interrupted
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         device.nodes.replay(device, calls)  # type: ignore[arg-type]

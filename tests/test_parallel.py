@@ -49,6 +49,7 @@ NARROW = dict(block_size=4, gpu_kv_tokens=128, cpu_kv_tokens=128, max_batched_to
 POOLS = {"roomy": ROOMY, "narrow": NARROW, "measured": {**NARROW, "max_seqs": 8}}
 ALL = [f"{mode}, {pools}" for mode in MODES for pools in ("roomy", "narrow")] + ["asymmetric, measured"]
 END_S = 30.0  # from a rank's death to the end of the run
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs on this machine")
 RANK = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -257,7 +258,7 @@ def test_smollm2_and_its_three_kv_heads_over_two_ranks(mark, compiler):
     assert_the_same("smollm2", 2, ("gpu-only, roomy", "simple, roomy", "symmetric, roomy", "asymmetric, narrow"), mark)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs on this machine")
+@two_gpus
 @pytest.mark.parametrize("model", ["random:tiny", "smollm2"])
 def test_two_gpus_say_what_one_says(model, mark, compiler):
     assert_the_same(model, 2, ALL if model == "random:tiny" else ["simple, roomy", "asymmetric, roomy"], mark, "cuda")
@@ -330,36 +331,19 @@ def our_lines(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("neo_lite: ") and "compil" not in line]
 
 
-@pytest.mark.slow
+KILLED = "rank 1 died without a word (killed, or out of memory?); requests in flight, now failed: 8"
+RAISED = "rank {} failed: OSError: no space on disk; requests in flight, now failed: 8"
+
+
 @pytest.mark.parametrize(
-    ("victim", "how", "line"),
-    [
-        (1, "kill", "rank 1 died without a word (killed, or out of memory?); requests in flight, now failed: 8"),
-        (2, "raise", "rank 2 failed: OSError: no space on disk; requests in flight, now failed: 8"),
-        (0, "kill", ""),
-    ],
+    ("device", "size"), [pytest.param("cpu", 3, marks=pytest.mark.slow), pytest.param("cuda", 2, marks=two_gpus)]
 )
-def test_a_rank_that_dies_ends_the_run(tmp_path, victim, how, line, mark, compiler):
-    run = torchrun(3, __file__, "die on cpu", "random:tiny", 3, how, victim, tmp_path / "died", **mark)
-    assert_ended(run, tmp_path / "died", victim, how, line)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs on this machine")
-@pytest.mark.parametrize(
-    ("victim", "how", "line"),
-    [
-        (1, "kill", "rank 1 died without a word (killed, or out of memory?); requests in flight, now failed: 8"),
-        (1, "raise", "rank 1 failed: OSError: no space on disk; requests in flight, now failed: 8"),
-        (0, "kill", ""),
-    ],
-)
-def test_a_rank_that_dies_on_its_gpu_ends_the_run(tmp_path, victim, how, line, mark, compiler):
-    run = torchrun(2, __file__, "die on cuda", "random:tiny", 2, how, victim, tmp_path / "died", **mark)
-    assert_ended(run, tmp_path / "died", victim, how, line)
-
-
-def assert_ended(run: subprocess.Popen[str], died: Path, victim: int, how: str, line: str) -> None:
+@pytest.mark.parametrize(("victim", "how"), [(1, "kill"), (-1, "raise"), (0, "kill")])
+def test_a_rank_that_dies_ends_the_run(tmp_path, device, size, victim, how, mark, compiler):
     """In time, with one line that says who died, all requests failed; `mark` sees that no process and no memory is left."""
+    victim, died = victim % size, tmp_path / "died"
+    line = {"raise": RAISED.format(victim), "kill": KILLED if victim else ""}[how]
+    run = torchrun(size, __file__, f"die on {device}", "random:tiny", size, how, victim, died, **mark)
     out, err = run.communicate(timeout=300)
     assert 0 < time.time() - float(died.read_text()) < END_S
     assert run.returncode == 1 and our_lines(err) == [f"neo_lite: {line}"] * bool(line), err
