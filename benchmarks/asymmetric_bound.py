@@ -26,7 +26,7 @@ from neo_lite.config import EngineConfig
 from neo_lite.graphs import EAGER
 from neo_lite.pipeline import Pipeline
 from neo_lite.request import IterationPlan, Request, SubBatch, Work
-from neo_lite.rows import Part, rows_of
+from neo_lite.rows import Part, numbers_of, rows_of
 from neo_lite.timeline import Timeline
 
 CASES = {  # name: prefill tokens, GPU decodes, CPU decodes in batch-0, CPU decodes in batch-1
@@ -97,7 +97,7 @@ def case(pipeline: Pipeline, shape: tuple[int, int, int, int], seq_len: int, rou
     whole = Iteration(pipeline, plan)
     works = {**_gpu_terms(pipeline, b0, b1), **_cpu_terms(pipeline, b0, b1)}
     works |= {way: lambda way=way: whole.run(way) for way in whole.enqueued}
-    works["rows"] = lambda: [rows_of(b, pipeline.cache) for b in plan.batches if len(b)]
+    works["rows"] = lambda: [numbers_of(b, pipeline.cache) for b in plan.batches if len(b)]
     runs: dict[str, list[float]] = {name: [] for name in works}
     with torch.inference_mode():
         for i in range(rounds + WARM_UP):
@@ -174,8 +174,9 @@ def _cpu_terms(pipeline: Pipeline, b0: SubBatch, b1: SubBatch) -> dict[str, Call
 
 def _qkv(pipeline: Pipeline, tokens: int) -> list[torch.Tensor]:
     c = pipeline.model.config
-    shapes = ((tokens, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
-    return [torch.randn(s, dtype=pipeline.model.dtype, device="cuda") for s in shapes]
+    heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+    qkv = torch.randn(tokens, sum(heads), c.head_dim, dtype=pipeline.model.dtype, device="cuda")
+    return list(qkv.split(heads, dim=1))
 
 
 def pipeline_of(args: argparse.Namespace) -> Pipeline:

@@ -20,6 +20,7 @@ struct AttentionArgs {
   const int32_t* seq_lens;         // [batch], the new token included; 0 gives zeros
   void* out;                       // [batch, q_heads, HEAD_DIM]
   int32_t batch, q_heads, kv_heads, table_width, num_threads;
+  int32_t q_stride, new_stride;    // from one sequence's q to the next one's, and k_new or v_new, in numbers
   float scale;                     // of the scores, 1 / sqrt(head_dim)
   double start_s, end_s;           // when the kernel ran, by the monotonic clock: written by it
 };
@@ -52,11 +53,12 @@ static inline void store_row(const T* x, int8_t* row, half* scale) {
   const float s = to_float(*scale);  // as rounded: what the reader will multiply with
   for (int d = 0; d < D; d += W) store_rounded(row + d, s > 0 ? max(min(load(x + d) / s, vf{} + 127.f), vf{} - 127.f) : vf{});
 }
+static inline const T* query(const AttentionArgs& a, int b, int head) { return (const T*)a.q + (size_t)b * a.q_stride + head * D; }
 // Stores the new token's K and V at position seq_len - 1 of sequence b.
 static inline void append(const AttentionArgs& a, int b) {
   if (!a.k_new || !a.seq_lens[b]) return;
   for (int h = 0; h < a.kv_heads; h++) {
-    const size_t row = row_of(a, b, h, a.seq_lens[b] - 1), source = ((size_t)b * a.kv_heads + h) * D;
+    const size_t row = row_of(a, b, h, a.seq_lens[b] - 1), source = (size_t)b * a.new_stride + h * D;
     store_row((const T*)a.k_new + source, (KV*)a.k_cache + row * D, (half*)a.k_scale + row);
     store_row((const T*)a.v_new + source, (KV*)a.v_cache + row * D, (half*)a.v_scale + row);
   }

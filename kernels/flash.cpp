@@ -103,7 +103,7 @@ static void attention(const AttentionArgs& a) {
       const Span& span = work[i];
       if (span.start + span.tokens == a.seq_lens[span.seq]) append(a, span.seq);  // no other span reads that row
       for (int h = 0; h < a.q_heads; h++)  // powers of two are cheaper than powers of e
-        unit[h] = set_query((const T*)a.q + ((size_t)span.seq * a.q_heads + h) * D, a.scale * 1.44269504f, q + h * D);
+        unit[h] = set_query(query(a, span.seq, h), a.scale * 1.44269504f, q + h * D);
       attend(a, span, q, unit, scratch.data(), w, parts + (size_t)i * a.q_heads);
     }
 #pragma omp for

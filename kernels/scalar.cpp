@@ -6,8 +6,8 @@
 
 static void attend(const AttentionArgs& a, int b, int q_head, std::vector<float>& weights) {
   const int len = a.seq_lens[b], kv_head = q_head / G;
-  const size_t at = ((size_t)b * a.q_heads + q_head) * D;  // of this head's query, and of its output
-  const T* q = (const T*)a.q + at;
+  const size_t at = ((size_t)b * a.q_heads + q_head) * D;  // of this head's output
+  const T* q = query(a, b, q_head);
   weights.resize(len);
   float most = -INFINITY, total = 0, o[D] = {};
   for (int t = 0; t < len; t++) {  // scores

@@ -6,8 +6,8 @@
 
 static void attend(const AttentionArgs& a, int b, int q_head, std::vector<float>& weights) {
   const int len = a.seq_lens[b], kv_head = q_head / G, padded = (len + W - 1) / W * W;
-  const size_t at = ((size_t)b * a.q_heads + q_head) * D;  // of this head's query, and of its output
-  const T* q = (const T*)a.q + at;
+  const size_t at = ((size_t)b * a.q_heads + q_head) * D;  // of this head's output
+  const T* q = query(a, b, q_head);
   weights.assign(padded, -INFINITY);  // what pads the last vector weighs nothing
   for (int t = 0; t < len; t++) {     // scores, in powers of two
     const size_t row = row_of(a, b, kv_head, t);

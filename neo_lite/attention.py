@@ -114,7 +114,6 @@ def cpu_kernel_decode(
 
     `scales`: k_scale and v_scale of an int8 cache [blocks, kv_heads, block_size].
     """
-    q = q.contiguous()  # a part of the fused QKV projection is a view of it
     kernel = kernel_for(q, k_cache)
     return kernel(q, k_cache, v_cache, view.block_table, view.seq_lens, num_threads=threads, **scales)
 

@@ -66,6 +66,7 @@ class AttentionArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in TENSORS),
         *((name, ctypes.c_int32) for name in ("batch", "q_heads", "kv_heads", "table_width", "num_threads")),
+        ("q_stride", ctypes.c_int32), ("new_stride", ctypes.c_int32),
         ("scale", ctypes.c_float), ("start_s", ctypes.c_double), ("end_s", ctypes.c_double),
     ]  # fmt: skip
     tensors: tuple[torch.Tensor | None, ...]
@@ -115,7 +116,8 @@ class Kernel:
              k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> AttentionArgs:  # fmt: skip
         """Validated arguments; a NeoLiteError names the one that is wrong.
 
-        q, out [batch, q_heads, head_dim]; k_new, v_new [batch, kv_heads, head_dim]: stored at seq_len - 1 first;
+        q, out [batch, q_heads, head_dim]; k_new, v_new [batch, kv_heads, head_dim]: stored at seq_len - 1 first (the rows of
+        q, and of both of these, may lie apart, as in the fused projection);
         caches [num_blocks, kv_heads, block_size, head_dim], scales (int8 only, fp16) the same without head_dim;
         block_table [batch, width] and seq_lens [batch] int32. num_threads 0: OMP_NUM_THREADS, else all usable cores.
         """
@@ -128,13 +130,20 @@ class Kernel:
         self._validate(tensors, batch, blocks, kv_heads, width)
         args = AttentionArgs(
             *[None if t is None else t.data_ptr() for t in tensors], batch, q_heads, kv_heads, width,
-            num_threads or _default_threads(), head_dim**-0.5 if scale is None else scale,
+            num_threads or _default_threads(), q.stride(0), 0 if k_new is None else k_new.stride(0),
+            head_dim**-0.5 if scale is None else scale,
         )  # fmt: skip
         args.tensors = tensors
-        wrong = self._check(ctypes.byref(args), blocks)
+        self.check(args)
+        return args
+
+    def check(self, args: AttentionArgs) -> None:
+        """Whether the lengths and the blocks of each sequence are sound, as they are now; raises NeoLiteError where not."""
+        _, _, _, k_cache, *_ = args.tensors
+        assert k_cache is not None
+        wrong = self._check(ctypes.byref(args), k_cache.shape[0])
         if wrong:
             raise self._wrong_sequence(abs(wrong) - 1, wrong > 0, args)
-        return args
 
     def _validate(
         self, tensors: tuple[torch.Tensor | None, ...], batch: int, blocks: int, kv_heads: int, width: int
@@ -151,8 +160,12 @@ class Kernel:
                     raise NeoLiteError(f"{name} is missing: give a {str(dtype)[6:]} tensor of shape {list(shape)}")
             elif dtype is None:
                 raise NeoLiteError(f"{name} is given, but the cache is {spec.dtype}: only int8 has scales")
-            elif tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.is_cuda:
+            elif tensor.shape != shape or tensor.dtype is not dtype or not _lies_well(name, tensor) or tensor.is_cuda:
                 raise _wrong_tensor(name, tensor, shape, dtype)
+        if not no_news and tensors[1].stride(0) != tensors[2].stride(0):  # type: ignore[union-attr]
+            raise NeoLiteError(
+                "k_new and v_new have rows of different strides: take both from one tensor, or copy both"
+            )
 
     def _wrong_sequence(self, b: int, length: bool, args: AttentionArgs) -> NeoLiteError:
         """The message for what neo_check found in sequence b."""
@@ -166,12 +179,19 @@ class Kernel:
         return NeoLiteError(f"block_table[{b}] holds block {bad}: k_cache has blocks 0 to {k_cache.shape[0] - 1}")
 
 
+def _lies_well(name: str, tensor: torch.Tensor) -> bool:
+    """Contiguous; but what the fused projection gives, only within each sequence's row."""
+    return tensor.is_contiguous() or (
+        name in ("q", "k_new", "v_new") and tensor[0].is_contiguous() and tensor.stride(0) > 0
+    )
+
+
 def _wrong_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> NeoLiteError:
     if tensor.shape != shape:
         return NeoLiteError(f"{name} has shape {list(tensor.shape)}: it must be {list(shape)}")
     if tensor.dtype != dtype:
         return NeoLiteError(f"{name} is {str(tensor.dtype)[6:]}: this kernel was built for {str(dtype)[6:]}")
-    if not tensor.is_contiguous():
+    if not _lies_well(name, tensor):
         return NeoLiteError(f"{name} has strides {list(tensor.stride())}: it must be contiguous; call .contiguous()")
     return NeoLiteError(f"{name} is on {tensor.device}: the CPU kernel needs it in host memory")
 

@@ -199,7 +199,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """`model.rotate`, in place: x [tokens, heads, d], whose tokens may lie apart."""
+    """`model.rotate`: x [tokens, heads, d], whose tokens may lie apart."""
     tokens, heads, dim = x.shape
     assert x.stride()[1:] == (dim, 1) and x.stride(0) % dim == 0
     if tokens:

@@ -13,43 +13,52 @@ pays where the GPU is faster than that. A capture costs 27 to 50 ms, once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from neo_lite.kv_cache import KVCache
-from neo_lite.rows import Rows
-from neo_lite.streams import Cuda, Host
+from neo_lite.request import SubBatch
+from neo_lite.rows import Rows, numbers_of, rows_of, sizes_of
+from neo_lite.streams import Cuda, Host, Steps, finished
 
 KEPT = 32  # graphs; of a model with 32 layers and two sub-batches, each takes 8 MB of GPU memory
+TABLE_STEP = 64  # blocks: a CUDA graph serves until a request needs a wider table
 EAGER = 4  # iterations of a combination before it is captured: many never come again
 Sizes = tuple[tuple[int, ...], ...]
+Replay = Callable[[list[Callable[[], None]]], Tensor]  # given what fills the tensors of each sub-batch, in turn
+
+
+def turn(cpu_decodes: Sequence[int]) -> list[int]:
+    """The order of sub-batches, given how many CPU decodes each has: one without waits until the other's are under way."""
+    return sorted(range(len(cpu_decodes)), key=lambda i: not cpu_decodes[i])
 
 
 class Graphs:
     """The graphs of one pipeline."""
 
-    def __init__(self, forward: Callable[[list[Rows]], Tensor], cache: KVCache, streams: Cuda | Host) -> None:
+    def __init__(self, forward: Callable[[list[Rows]], Steps], cache: KVCache, streams: Cuda | Host) -> None:
         self.forward, self.cache, self.streams = forward, cache, streams
         self.captures = self.replays = 0
         self.seen: Counter[Sizes] = Counter()
-        self.captured: dict[Sizes, tuple[list[Rows], Callable[[], Tensor]]] = {}
+        self.captured: dict[Sizes, tuple[list[Rows], Replay]] = {}
 
-    def run(self, batches: list[Rows]) -> Tensor:
+    def run(self, batches: Sequence[SubBatch]) -> Tensor:
         """The logits of sub-batches without prefills; valid until the next run."""
-        sizes = tuple(rows.sizes for rows in batches)
+        sizes = tuple(sizes_of(b, TABLE_STEP) for b in batches)
         self.seen[sizes] += 1
         if self.seen[sizes] <= EAGER:
-            return self.forward(batches)
+            return finished(self.forward([rows_of(b, self.cache, TABLE_STEP) for b in batches]))
         if sizes not in self.captured:
             if len(self.captured) == KEPT:
                 del self.captured[next(iter(self.captured))]
-            fixed = [rows.copy() for rows in batches]
+            fixed = [rows_of(b, self.cache, TABLE_STEP) for b in batches]
             self.captured[sizes] = fixed, self.streams.capture(lambda: self.forward(fixed))
             self.captures += 1
         fixed, replay = self.captured[sizes]
-        for i, (rows, new) in enumerate(zip(fixed, batches, strict=True)):
-            rows.fill(new)
-            self.streams.check(i, self.cache.pools["cpu"], rows.cpu_decodes)
         self.replays += 1
-        return replay()
+        return replay([partial(self._fill, fixed[i], batches[i]) for i in turn([len(b.cpu_decodes) for b in batches])])
+
+    def _fill(self, rows: Rows, batch: SubBatch) -> None:
+        rows.fill(numbers_of(batch, self.cache, TABLE_STEP))

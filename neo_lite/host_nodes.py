@@ -4,9 +4,9 @@ A host node is a C function that the driver calls once all before it on the stre
 the copies of q, k, v and that of the output. Waking up for it takes the driver 40 to 80 us: in each of 32 layers, that is
 5 % of an iteration of decodes. `EarlyNodes` start ahead of their data and look at a word in pinned memory, which the GPU
 sets behind its copy (`ready`); the GPU waits for another one (`done`). From the end of a call to the start of the next one
-passes what the GPU has to do in between, and 28 us for both copies and both words. In a CUDA graph one node, launched
-beside it, makes all calls. No node waits for anything that is not enqueued yet, so that whatever Python waits for, it
-comes. Drivers without stream memory operations, and ranks on several hosts, are served by `PlainNodes`.
+passes what the GPU has to do in between, and 28 us for both copies and both words. A row of CUDA graphs has one node,
+launched beside them, which makes all calls. No node waits for anything that is not enqueued yet, so that whatever Python
+waits for, it comes. Drivers without stream memory operations, and ranks on several hosts, are served by `PlainNodes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,22 +27,37 @@ from neo_lite.cpu_attention import AttentionArgs, Kernel
 LAUNCHING = threading.Lock()
 
 
+Fetch = Callable[[], None]  # copies a call's output back, on the current stream
+Arrival = Callable[[], torch.cuda.Event]  # what comes once the output is on the GPU
+
+
 class PlainNodes:
     """Copy, node, copy: a chain on one stream. `leave` takes the copies to the host, `enter` those back."""
+
+    cuts = False  # whether a call may begin in one CUDA graph and end in the next
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         # whatever copies KV is short, and goes before the rest of a matrix product that has begun
         self.leave = self.enter = torch.cuda.Stream(priority=-1)
 
-    def call(self, args: AttentionArgs, place: int) -> None:
-        """Enqueues a call of the kernel, the `place`-th of an iteration or a graph: after all on `leave`, before what comes on
-        `enter`. `args` must live until `finish`, or as long as the graph."""
+    def call(self, args: AttentionArgs, place: int, fetch: Fetch) -> Arrival:
+        """Enqueues a call of the kernel, the `place`-th of an iteration or of a row of graphs, after all on `leave`; `fetch`
+        comes behind it, on `enter`. `args` must live until `finish`, or as long as the graphs."""
         launch_host(self.leave, self.kernel.entry_point, args)
+        arrived = self._fetch(fetch)
+        return lambda: arrived
 
-    def replay(self, graph: torch.cuda.CUDAGraph, calls: Sequence[AttentionArgs]) -> None:
-        """Launches a CUDA graph that holds these calls."""
-        graph.replay()
+    def _fetch(self, fetch: Fetch) -> torch.cuda.Event:
+        with torch.cuda.stream(self.enter):
+            fetch()
+        return self.enter.record_event()
+
+    def replay(self, steps: Sequence[Callable[[], None]], calls: Sequence[AttentionArgs], ahead: int) -> None:
+        """Launches CUDA graphs that hold these calls by `steps`, one after the other; `ahead`: how many of them before the
+        graphs' node."""
+        for step in steps:
+            step()
 
     def finish(self) -> None:
         """Waits for all calls. Raises RuntimeError where the GPU has failed."""
@@ -52,6 +67,8 @@ class PlainNodes:
 class EarlyNodes(PlainNodes):
     """Nodes on a stream of their own, which tell the GPU and are told by it through words."""
 
+    cuts = True
+
     def __init__(self, kernel: Kernel, most_calls: int) -> None:
         super().__init__(kernel)
         self.enter, self.nodes = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
@@ -59,7 +76,7 @@ class EarlyNodes(PlainNodes):
         self.running: list[Calls] = []
         self.owed: Calls | None = None  # a node that must be launched, whatever happens
 
-    def call(self, args: AttentionArgs, place: int) -> None:
+    def call(self, args: AttentionArgs, place: int, fetch: Fetch) -> Arrival:
         place %= self.words.shape[1]  # no two calls of a sub-batch are under way at a time
         ready, done = (row[place].data_ptr() for row in self.words)
         stream_word("Write", self.leave, ready, 1)
@@ -67,26 +84,35 @@ class EarlyNodes(PlainNodes):
             with LAUNCHING:
                 self.owed = self._node([args], place)
                 self._launch_owed()
-        self.enter.wait_stream(self.leave)  # or a graph might wait before it writes
-        stream_word("Wait", self.enter, done, 1)
-        stream_word("Write", self.enter, done, 0)
+                self.owed = None
 
-    def replay(self, graph: torch.cuda.CUDAGraph, calls: Sequence[AttentionArgs]) -> None:
+        def arrive() -> torch.cuda.Event:
+            self.enter.wait_stream(self.leave)  # or a graph might wait before it writes
+            stream_word("Wait", self.enter, done, 1)
+            stream_word("Write", self.enter, done, 0)
+            return self._fetch(fetch)
+
+        return arrive
+
+    def replay(self, steps: Sequence[Callable[[], None]], calls: Sequence[AttentionArgs], ahead: int) -> None:
         if not calls:
-            return graph.replay()
+            return super().replay(steps, calls, ahead)
         with LAUNCHING:
-            self.owed = self._node(calls, 0)  # a graph without its node would wait for ever
-            graph.replay()
+            # a graph without its node would wait for ever, and a node without its graphs
+            self.owed = self._node(calls, 0)
+            super().replay(steps[:ahead], calls, ahead)
             self._launch_owed()
+            super().replay(steps[ahead:], calls, ahead)
+            self.owed = None
 
     def finish(self) -> None:
         owed = self.owed
         try:
-            if owed:  # Ctrl-C came before its launch
+            if owed:  # Ctrl-C came before its launch (or after it: then it gives up at once, below)
                 self._launch_owed()
             torch.cuda.current_stream().synchronize()  # this one tells of a failure without waiting for the nodes
-            if owed:  # done by now, unless Ctrl-C came before its graph's launch, too
-                owed.stop = 1
+            if owed:  # what was launched of its graphs is done by now
+                owed.stop, self.owed = 1, None
             super().finish()
         except BaseException:
             for calls in self.running:  # which would wait for words that never come
@@ -102,7 +128,6 @@ class EarlyNodes(PlainNodes):
         assert self.owed
         self.running.append(self.owed)
         launch_host(self.nodes, self.kernel.calls_entry_point, self.owed)
-        self.owed = None
 
 
 class Calls(ctypes.Structure):

@@ -80,12 +80,13 @@ class Llama:
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def pre_attention(self, layer: int, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Norm, QKV, RoPE: x [tokens, hidden] -> q [tokens, q_heads, d], k, v [tokens, kv_heads, d]."""
+        """Norm, QKV, RoPE: x [tokens, hidden] -> q [tokens, q_heads, d], k, v [tokens, kv_heads, d], the three side by side in
+        one tensor."""
         c, w = self.config, self.layers[layer]
         h = F.rms_norm(x, (c.hidden_size,), w.input_norm, c.rms_norm_eps)
         qkv = F.linear(h, w.qkv, w.qkv_bias).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qk, v = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
-        q, k = self._rotate(qk, rope).split((c.num_heads, c.num_kv_heads), dim=1)
+        self._rotate(qkv[:, : c.num_heads + c.num_kv_heads], rope)
+        q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         return q, k, v
 
     def post_attention(self, layer: int, attn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -97,10 +98,10 @@ class Llama:
         return x + self._sum(F.linear(h, w.down, w.down_bias))
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, hidden] of the tokens that sample -> float32 logits [n, vocabulary]."""
+        """x [n, hidden] of the tokens that sample -> logits [n, vocabulary], in the model's dtype."""
         x = F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
         logits = F.linear(x, self.lm_head)
-        return (self.shard.all_gather(logits) if self.shard else logits).float()
+        return self.shard.all_gather(logits) if self.shard else logits
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         """Each rank has the sum over its own heads or columns of the MLP."""
@@ -159,10 +160,10 @@ class Llama:
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE: x [tokens, heads, d]; dimension i and i + d/2 are the two coordinates that one angle turns."""
+    """RoPE, in place: x [tokens, heads, d]; dimension i and i + d/2 are the two coordinates that one angle turns."""
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x.copy_(x * cos + torch.cat((-second, first), dim=-1) * sin)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _scale(inv_freq: torch.Tensor, s: RopeScaling) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """The next token of each request: logits float32 [n, vocabulary]. A seed gives the same tokens in any batch."""
+    """The next token of each request: logits [n, vocabulary]. A seed gives the same tokens in any batch."""
     tokens = logits.argmax(-1).tolist()
     for i, request in enumerate(requests):
         if request.sampling.temperature > COLD:

@@ -5,6 +5,9 @@ Each sub-batch is a generator that stops once a layer, where its CPU attention i
     gpu   pre0 ga0 | post1 pre1 | post0 pre0 ga0 | post1 pre1 | ...      0, 1: the sub-batches
     cpu        |---- ca0 ----|      |---- ca1 ----|  |-- ca0 ...
 
+    gpu   pre1 | pre0 ga0 post0 | post1 pre1 | pre0 ga0 post0 | ...      with no CPU decodes in batch-0
+    cpu        |----- ca1 -----|             |----- ca1 -----|
+
 `post`, `pre` are the linear stages (the paper's po and pr), `ga` the attention of prefills and GPU decodes, `ca` that
 of CPU decodes, with the copies of q, k, v before and of the output after it. A join makes the compute stream wait for
 `ca` and nothing else. So with one layer's times T, and as long as Tca0 <= Tpref0 + Tga0 + Tl1, which the scheduler sees
@@ -31,15 +34,14 @@ from neo_lite import attention
 from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cpu_attention import CompilerMissing, Kernel
-from neo_lite.graphs import Graphs
+from neo_lite.graphs import Graphs, turn
 from neo_lite.kv_cache import KVCache, Swap
 from neo_lite.model import Llama, sample
 from neo_lite.request import IterationPlan
-from neo_lite.rows import Part, Rows, rows_of
-from neo_lite.streams import Cuda, Host, Pending, failure
+from neo_lite.rows import Part, Rows, rows_of, samples_of
+from neo_lite.streams import Cuda, Host, Pending, Steps, failure, finished
 from neo_lite.timeline import Timeline
 
-TABLE_STEP = 64  # blocks: a CUDA graph serves until a request needs a wider table
 UNPIPELINED = ("gpu-only", "gpu-only-unchunked", "simple")  # modes in which nothing need run beside the GPU
 
 
@@ -80,30 +82,29 @@ class Pipeline:
         try:
             swap = self.cache.prepare(*plan.moves) if plan.moves else None  # its tensors live until all of it has run
             swapped = self._start(swap, plan) if swap else []
-            batches = [rows_of(b, self.cache, TABLE_STEP if self.graphs else 1) for b in plan.batches if len(b)]
-            requests = [r for rows in batches for r in rows.samples]
-            decodes_only = not swapped and not any(rows.prefills.works for rows in batches)
+            batches = [b for b in plan.batches if len(b)]
+            decodes_only = not swapped and not any(b.prefills for b in batches)
             if self.graphs and batches and decodes_only and not self.timeline.enabled:
                 logits = self.graphs.run(batches)
             else:
-                logits = self.forward(batches, swapped)
+                logits = finished(self.forward([rows_of(b, self.cache) for b in batches], swapped))
+            requests = [request for b in batches for request in samples_of(b)]
             tokens = self.sample(logits, requests) if requests else []
         finally:
             self.streams.finish()
         return {r.id: token for r, token in zip(requests, tokens, strict=True)}
 
-    def forward(self, batches: Sequence[Rows], swapped: Sequence[Any] = ()) -> Tensor:
-        """All layers, of two sub-batches in turn, and the head: float32 logits [requests that sample, vocabulary]."""
-        early = (
-            bool(batches) and not batches[0].cpu_decodes.works
-        )  # batch-1's CPU work begins before anything of batch-0
-        last = alternate([self._layers(rows, i, swapped) for i, rows in enumerate(batches)], backwards=early)
+    def forward(self, batches: Sequence[Rows], swapped: Sequence[Any] = ()) -> Steps:
+        """All layers, of two sub-batches in turn, and the head: logits [requests that sample, vocabulary]. Stops where they
+        do."""
+        steps = [self._layers(rows, i, swapped) for i, rows in enumerate(batches)]
+        last = yield from alternate(steps, turn([len(rows.cpu_decodes.works) for rows in batches]))
         with self.streams.stage("gpu", "head"):  # for all at once: its weights are a fifteenth of an 8B model's
             return self.model.head(torch.cat(last)) if last else torch.empty(0)
 
-    def _layers(self, rows: Rows, batch: int, swapped: Sequence[Any]) -> Generator[None, None, Tensor]:
-        """One sub-batch through all layers; stops in each, once its CPU attention is under way. Returns the hidden states
-        [requests that sample, hidden] that the head reads."""
+    def _layers(self, rows: Rows, batch: int, swapped: Sequence[Any]) -> Steps:
+        """One sub-batch through all layers; stops in each, once its CPU attention is under way, or at its end where there is
+        none. Returns the hidden states [requests that sample, hidden] that the head reads."""
         model, stage = self.model, self.streams.stage
         with stage("gpu", "embed", batch=batch):
             x, rope = model.embed(rows.tokens), model.rope(rows.positions)
@@ -116,11 +117,13 @@ class Pipeline:
             pending = self.start_cpu(rows.cpu_decodes, batch, layer, q, k, v)
             self._store(layer, rows, k, v, to_gpu, to_cpu)
             attn = self._gpu_attention(rows, batch, layer, q, k, v)
-            yield
             if pending is not None:
+                yield
                 attn.append(pending())
             with stage("gpu", "post", layer=layer, batch=batch):
                 x = model.post_attention(layer, torch.cat(attn) if len(attn) > 1 else attn[0], x)
+            if pending is None:
+                yield
         return x.index_select(0, rows.last)
 
     def start_cpu(self, part: Part, batch: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Pending | None:
@@ -178,16 +181,16 @@ class Pipeline:
         return update_wrapper(backend, attention.cpu_kernel_decode), kernel
 
 
-def alternate(batches: Sequence[Generator[None, None, Tensor]], backwards: bool = False) -> list[Tensor]:
-    """Runs generators in turn, each to its next stop, until all have returned; their results in order. `backwards`: in the
-    first turn the last one goes first."""
+def alternate(batches: Sequence[Steps], order: Sequence[int]) -> Generator[None, None, list[Tensor]]:
+    """Runs generators in turn, each to its next stop, until all have returned; their results. `order`: of a turn. Stops after
+    each of them."""
     results: dict[int, Tensor] = {}
     while len(results) < len(batches):
-        for i in range(len(batches))[:: -1 if backwards else 1]:
+        for i in order:
             if i not in results:
                 try:
                     next(batches[i])
                 except StopIteration as end:
                     results[i] = end.value
-        backwards = False
+                yield
     return [results[i] for i in range(len(batches))]

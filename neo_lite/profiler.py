@@ -19,10 +19,11 @@ import torch
 
 from neo_lite import attention, machine
 from neo_lite.cost_model import Curve, Profile
-from neo_lite.graphs import EAGER
+from neo_lite.graphs import EAGER, Replay
 from neo_lite.pipeline import Pipeline
 from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work
 from neo_lite.rows import Part, view_of
+from neo_lite.streams import Steps
 
 # Dense enough that a line between two of them is within 4 % of a parabola, which the attention of a long prompt is.
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -150,11 +151,12 @@ def _repeated(pipeline: Pipeline, work: Callable[[int], object]) -> Callable[[],
     if pipeline.graphs is None:
         return lambda: _timed(pipeline, work)
     layers = range(min(pipeline.model.config.num_layers, MOST_LAYERS))
-    captured: list[Callable[[], object]] = []
+    captured: list[Replay] = []
 
-    def all_layers() -> torch.Tensor:
+    def all_layers() -> Steps:
         for layer in layers:
             work(layer)
+            yield
         return torch.empty(0)
 
     def measured() -> float:
@@ -162,9 +164,9 @@ def _repeated(pipeline: Pipeline, work: Callable[[int], object]) -> Callable[[],
             work(0)  # compiles kernels, warms libraries up
             captured.append(pipeline.streams.capture(all_layers))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        captured[0]()  # while it runs, the launches of the second run are done
+        captured[0]([])  # while it runs, the launches of the second run are done
         start.record()
-        captured[0]()
+        captured[0]([])
         end.record()
         pipeline.streams.finish()
         return _agreed(pipeline)(start.elapsed_time(end) / 1e3 / len(layers))
@@ -212,7 +214,8 @@ def _head(pipeline: Pipeline, requests: int) -> Callable[[], float]:
 
 def _qkv(pipeline: Pipeline, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     c = pipeline.model.config
-    q, k, v = (_random(pipeline, tokens, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+    heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+    q, k, v = _random(pipeline, tokens, sum(heads), c.head_dim).split(heads, dim=1)  # side by side, as the projection's
     return q, k, v
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import zip_longest
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -29,6 +31,9 @@ from neo_lite.rows import Part
 from neo_lite.timeline import Timeline
 
 Pending = Callable[[], Tensor]  # makes the caller's stream wait for a result, and returns it
+Steps = Generator[None, None, Tensor]  # work that stops now and then, and returns its result
+Fills = list[Callable[[], None]]  # of a replay's tensors, in the order in which it comes to need them
+STOPS = 1, 3  # where a capture is cut: while the GPU is at a first piece, Python fills in and launches the others
 
 
 class Host:
@@ -61,12 +66,15 @@ class Host:
             out = self.decode(q, k, v, pool.k[layer], pool.v[layer], part.view, **pool.scales(layer))
         return lambda: out
 
-    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What does `work` again, on tensors that kept their addresses, and returns its result."""
-        return work
+    def capture(self, work: Callable[[], Steps]) -> Callable[[Fills], Tensor]:
+        """What does `work` again, on tensors that kept their addresses and are filled anew, and returns its result."""
 
-    def check(self, batch: int, pool: KVPool, part: Part) -> None:
-        """Before a replay: whether the CPU part's lengths and blocks are sound. Here each call checks its own."""
+        def replay(fills: Fills) -> Tensor:
+            for fill in fills:
+                fill()
+            return finished(work())
+
+        return replay
 
     def begin(self) -> None:
         """Before an iteration."""
@@ -129,46 +137,64 @@ class Cuda:
         """Enqueues copy, host node, copy."""
         staging, nodes = self.staging[batch], self.nodes
         if part is not staging.part:
-            self.check(batch, pool, part)
-        staging.gather(q, k, v)  # on the compute stream: a kernel on another one would queue behind its matrix products
+            staging.bind(self.kernel, pool, part, self.config.cpu_threads)
         nodes.leave.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(nodes.leave), self.stage("d2h", "transfer", layer=layer, batch=batch):
-            staging.used.copy_(staging.used_gpu, non_blocking=True)
+            staging.used.copy_(together(q, k, v), non_blocking=True)
+
+        def fetch() -> None:
+            with self.stage("h2d", "transfer", layer=layer, batch=batch):
+                staging.result.copy_(staging.output, non_blocking=True)
+
         args = staging.args(pool, layer)
-        nodes.call(args, place=len(self._calls))
+        arrive = nodes.call(args, len(self._calls), fetch)
         self._calls.append((args, {"layer": layer, "batch": batch, **_served(part, self.decode)}))
-        with torch.cuda.stream(nodes.enter), self.stage("h2d", "transfer", layer=layer, batch=batch):
-            staging.result.copy_(staging.output, non_blocking=True)
-        done = nodes.enter.record_event()
 
         def result() -> Tensor:
-            torch.cuda.current_stream().wait_event(done)
+            torch.cuda.current_stream().wait_event(arrive())
             return staging.result
 
         return result
 
-    def check(self, batch: int, pool: KVPool, part: Part) -> None:
-        if part.works:
-            self.staging[batch].bind(self.kernel, pool, part, self.config.cpu_threads)
-
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
-        """Records what `work` enqueues here, and on the streams that join in, as a CUDA graph: one launch for all of it."""
+    def capture(self, work: Callable[[], Steps]) -> Captured:
+        """Records what `work` enqueues here, and on the streams that join in, as CUDA graphs: the first of what comes before its
+        first stop, two more of the rest."""
         self.finish()  # so that the calls in it are counted from 0
-        graph = torch.cuda.CUDAGraph()
-        if not self._graphs:  # all share one memory, as they never run at the same time; torch drops it with the last
-            self._graph_memory = torch.cuda.graph_pool_handle()
+        steps, graphs = work(), list[torch.cuda.CUDAGraph]()
         collecting = gc.isenabled()
         gc.disable()  # the end of another engine's pools, unpinned in the midst of it, would break the capture off
         try:
-            # thread_local: NCCL has a thread that asks for the state of earlier collectives while this one captures
-            with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
-                out = work()
+            out = None
+            for stops in STOPS if self.nodes.cuts else ():
+                if out is None:
+                    with self._graph(graphs):
+                        out = advanced(steps, stops)
+            if out is None:
+                with self._graph(graphs):
+                    out = finished(steps)
         finally:
             if collecting:
                 gc.enable()
-        self._graphs.add(graph)
         calls, self._calls = self._calls, []
-        return Captured(graph, out, [args for args, _ in calls], self.nodes)
+        for stage in self.staging:
+            stage.part = None  # the graphs' own
+        return Captured(graphs, out, [args for args, _ in calls], self.nodes)
+
+    @contextmanager
+    def _graph(self, graphs: list[torch.cuda.CUDAGraph]) -> Iterator[None]:
+        """Captures one, with the streams of CPU attention in it from its begin to its end."""
+        if not self._graphs:  # all share one memory, as they never run at the same time; torch drops it with the last
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        graph, others = torch.cuda.CUDAGraph(), (self.nodes.leave, self.nodes.enter)
+        # thread_local: NCCL has a thread that asks for the state of earlier collectives while this one captures
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            for stream in others:
+                stream.wait_stream(torch.cuda.current_stream())
+            yield
+            for stream in others:
+                torch.cuda.current_stream().wait_stream(stream)
+        self._graphs.add(graph)
+        graphs.append(graph)
 
     def begin(self) -> None:
         """Anchors the GPU's clock to the host's, while the timeline records."""
@@ -193,63 +219,90 @@ class Cuda:
             self._reading.clear()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Captured:
-    """A CUDA graph, the tensor that it writes, and its calls of the CPU kernel."""
+    """CUDA graphs that follow one another, the tensor that the last writes, and their calls of the CPU kernel."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: list[torch.cuda.CUDAGraph]
     out: Tensor
     calls: list[AttentionArgs]
     nodes: PlainNodes
+    launched: bool = False
 
-    def __call__(self) -> Tensor:
-        self.nodes.replay(self.graph, self.calls)
+    def __call__(self, fills: Fills) -> Tensor:
+        filled = [partial(self._fill, *pair) for pair in zip_longest(fills, self.calls[: len(fills)])]
+        launches: Fills = [graph.replay for graph in self.graphs]
+        first, *others = launches
+        steps = [*filled[:1], first, *filled[1:], *others] if others else [*filled, first]
+        # its first launch loads a graph onto the GPU, for which the driver may wait for all that runs: nodes, too
+        self.nodes.replay(steps, self.calls, ahead=steps.index(first) + 1 if self.launched else len(steps))
+        self.launched = True
         return self.out
+
+    def _fill(self, fill: Callable[[], None], call: AttentionArgs | None) -> None:
+        """`call`: the sub-batch's first one, or the next layer's of the one before it."""
+        fill()
+        if call is not None:
+            self.nodes.kernel.check(call)
 
 
 class Staging:
-    """q, k, v and the output of one sub-batch, on the GPU and in pinned memory; q, k, v side by side: one copy.
+    """q, k, v and the output of one sub-batch in pinned memory, and the output on the GPU; q, k, v side by side: one copy.
 
     One set serves all layers: the next layer's q follows the use of this layer's output on the compute stream, hence this
     layer's call and both of its copies.
     """
 
     def __init__(self, max_seqs: int, model: ModelConfig, dtype: torch.dtype) -> None:
-        self.heads, self.dim = (model.num_heads, model.num_kv_heads, model.num_kv_heads), model.head_dim
-        size, q = max_seqs * sum(self.heads) * self.dim, (max_seqs, model.num_heads, model.head_dim)
-        self.qkv, self.out = (torch.zeros(s, dtype=dtype, pin_memory=True) for s in (size, q))
-        self.qkv_gpu, self.out_gpu = (torch.zeros(s, dtype=dtype, device="cuda") for s in (size, q))
+        self.heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+        qkv, out = ((max_seqs, heads, model.head_dim) for heads in (sum(self.heads), model.num_heads))
+        self.qkv, self.out = (torch.zeros(shape, dtype=dtype, pin_memory=True) for shape in (qkv, out))
+        self.out_gpu = torch.zeros(out, dtype=dtype, device="cuda")
         self.part: Part | None = None  # whose rows it serves now
 
     def bind(self, kernel: Kernel, pool: KVPool, part: Part, threads: int) -> None:
         """Checks the kernel's arguments and cuts the buffers for a part, once for all layers."""
         count, view, scales = len(part.works), part.view, pool.scales(0)
-        used = count * sum(self.heads) * self.dim
-        self.used, self.used_gpu = self.qkv[:used], self.qkv_gpu[:used]
-        self.output, self.result = self.out[:count], self.out_gpu[:count]
-        self._targets = self.parts(self.used_gpu, count)
-        q, k, v = self.parts(self.used, count)
+        self.used, self.output, self.result = self.qkv[:count], self.out[:count], self.out_gpu[:count]
+        q, k, v = self.used.split(self.heads, dim=1)
         self._args = kernel.args(
             q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, self.output, k_new=k, v_new=v, num_threads=threads,
             k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
         )  # fmt: skip
         self.part = part
 
-    def parts(self, flat: Tensor, count: int) -> list[Tensor]:
-        """q [count, q_heads, dim], k, v [count, kv_heads, dim] in a flat buffer, one after the other."""
-        pieces = flat.split([count * heads * self.dim for heads in self.heads])
-        return [p.view(count, heads, self.dim) for p, heads in zip(pieces, self.heads, strict=True)]
-
-    def gather(self, *qkv: Tensor) -> None:
-        for source, target in zip(qkv, self._targets, strict=True):
-            target.copy_(source)
-
     def args(self, pool: KVPool, layer: int) -> AttentionArgs:
         """The bound arguments, moved on to a layer."""
         args = AttentionArgs.from_buffer_copy(self._args)
+        args.tensors = self._args.tensors
         for name, tensor in pool.tensors.items():
             setattr(args, name if name.endswith("scale") else name + "_cache", tensor[layer].data_ptr())
         return args
+
+
+def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The tensor [rows, q_heads + 2 kv_heads, head_dim] that `Llama.pre_attention` has cut into these."""
+    count, heads, dim = len(q), q.shape[1] + k.shape[1] + v.shape[1], q.shape[2]
+    assert q.stride() == k.stride() == v.stride() == (heads * dim, dim, 1), "q, k and v are not side by side"
+    assert v.data_ptr() - q.data_ptr() == (q.shape[1] + k.shape[1]) * dim * q.itemsize
+    return q.as_strided((count, heads, dim), q.stride())
+
+
+def advanced(steps: Steps, stops: int) -> Tensor | None:
+    """Lets work go on for so many stops; its result, if it ends before."""
+    try:
+        for _ in range(stops):
+            next(steps)
+    except StopIteration as end:
+        return cast(Tensor, end.value)
+    return None
+
+
+def finished(steps: Steps) -> Tensor:
+    """Lets work go on to its end; its result."""
+    while (out := advanced(steps, 1)) is None:
+        pass
+    return out
 
 
 def leave_cores(threads: int) -> None:

@@ -101,8 +101,10 @@ def test_extreme_logits_are_no_nan(rung: str) -> None:
     check(spec, load_kernel(spec)(*inputs, num_threads=2), reference(*inputs))
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rung", RUNGS)
-def test_new_token_is_stored_first(rung: str) -> None:
+def test_new_token_is_stored_first(rung: str, fused: bool) -> None:
+    """Also where q, k and v lie side by side, as the projection gives them; what they are never read beyond is NaN."""
     spec = KernelSpec(64, 3, 16, "float16", rung=rung)
     q, k, v, table, lens = case(spec, [1, 17, 300, 0])
     expected = reference(q, k, v, table, lens)
@@ -115,7 +117,13 @@ def test_new_token_is_stored_first(rung: str) -> None:
     for cache in wiped:
         for block, slot in places[:3]:
             cache[block, :, slot] = torch.nan
-    check(spec, load_kernel(spec)(q, *wiped, table, lens, num_threads=2, k_new=news[0], v_new=news[1]), expected)
+    if fused:
+        rows = torch.cat((q, *news, torch.full_like(news[0], torch.nan)), dim=1)
+        q, *news = rows.split((q.shape[1], *[len(k[0])] * 3), dim=1)[:3]
+        assert not q.is_contiguous() and not news[0].is_contiguous()
+    out = load_kernel(spec)(q, *wiped, table, lens, num_threads=2, k_new=news[0], v_new=news[1])
+    assert out.is_contiguous()
+    check(spec, out, expected)
     assert torch.equal(wiped[0].nan_to_num(), k.nan_to_num()) and torch.equal(wiped[1].nan_to_num(), v.nan_to_num())
 
 
@@ -133,6 +141,9 @@ BAD = {
     "seq_lens[0] is -1": lambda a: a["seq_lens"][0].fill_(-1),
     "k_scale is given": lambda a: a.update(k_scale=torch.ones(2, 2, 16, dtype=torch.float16)),
     "v_new is missing": lambda a: a.update(k_new=torch.zeros(2, 2, 16)),
+    "v_new has strides": lambda a: a.update(k_new=torch.zeros(2, 2, 16), v_new=torch.zeros(2, 16, 2).transpose(1, 2)),
+    "rows of different strides": lambda a: a.update(k_new=torch.zeros(2, 2, 16), v_new=torch.zeros(2, 5, 16)[:, :2]),
+    "out has strides": lambda a: a.update(out=torch.zeros(2, 5, 16)[:, :4]),
     "out has shape": lambda a: a.update(out=torch.zeros(1, 4, 16)),
 }
 

@@ -211,7 +211,7 @@ def test_staging_buffers_carry_no_other_layers_data(tmp_path):
 
     def poisoning(plan):
         for stage in engine.executor.streams.staging:
-            for buffer in (stage.qkv, stage.qkv_gpu, stage.out, stage.out_gpu):
+            for buffer in (stage.qkv, stage.out, stage.out_gpu):
                 buffer.fill_(torch.nan)
         torch.cuda.synchronize()
         return run(plan)

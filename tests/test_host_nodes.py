@@ -69,19 +69,18 @@ def test_a_node_gives_up_when_it_is_told_that_the_gpu_has_failed() -> None:
 
 
 class Device:
-    """A GPU that sets a graph's words when it is launched, and whose streams are threads of this test."""
+    """A GPU that sets the words of graphs, one call each, when they are launched; its streams are threads of this test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes = object.__new__(EarlyNodes)
         self.nodes.__dict__ |= dict(kernel=load_kernel(SPEC), words=torch.zeros(2, 4, dtype=torch.int32), running=[])
         self.nodes.__dict__ |= dict(owed=None, nodes=None)
         self.threads: list[threading.Thread] = []
-        self.interrupted = ""
+        self.interrupted, self.launched = "", 0
         monkeypatch.setattr(host_nodes, "launch_host", self.launch)
         stream = SimpleNamespace(synchronize=self.wait_for_the_graph)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait_for_the_nodes)
-        self.launched = False
 
     def launch(self, _stream: object, entry_point: int, calls: Calls) -> None:
         if self.interrupted == "before the node":
@@ -92,16 +91,16 @@ class Device:
         self.threads[-1].start()
 
     def replay(self) -> None:
-        """Of the graph."""
-        if self.interrupted == "before the graph":
+        """Of the next graph."""
+        if self.interrupted == f"before graph {self.launched}":
             raise KeyboardInterrupt
-        self.launched = True
-        self.nodes.words[0, 0] = 1
+        self.nodes.words[0, self.launched] = 1
+        self.launched += 1
 
     def wait_for_the_graph(self) -> None:
-        if self.launched:
-            until(self.nodes.words[1, 0], 1)
-            self.nodes.words[1, 0] = 0
+        for i in range(self.launched):
+            until(self.nodes.words[1, i], 1)
+            self.nodes.words[1, i] = 0
 
     def wait_for_the_nodes(self) -> None:
         for thread in self.threads:
@@ -109,17 +108,22 @@ class Device:
             assert not thread.is_alive(), "a node waits for a word that never comes"
 
 
-@pytest.mark.parametrize("interrupted", ["", "before the graph", "before the node"])
-def test_an_interrupt_between_a_graph_and_its_node_leaves_nobody_waiting(monkeypatch, interrupted):  # type: ignore[no-untyped-def]
-    inputs = case(SPEC, [5, 40])
-    out = torch.full_like(inputs[0], torch.nan)
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("interrupted", ["", "before graph 0", "before graph 1", "before the node"])
+def test_an_interrupt_between_graphs_and_their_node_leaves_nobody_waiting(monkeypatch, interrupted, ahead):  # type: ignore[no-untyped-def]
+    inputs = [case(SPEC, [5, 40], seed=i) for i in range(2)]
+    outs = [torch.full_like(given[0], torch.nan) for given in inputs]
     device = Device(monkeypatch)
-    calls, device.interrupted = [load_kernel(SPEC).args(*inputs, out, num_threads=1)], interrupted
+    device.interrupted = interrupted
+    calls = [load_kernel(SPEC).args(*given, out, num_threads=1) for given, out in zip(inputs, outs)]
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
-        device.nodes.replay(device, calls)  # type: ignore[arg-type]
+        device.nodes.replay([device.replay, device.replay], calls, ahead)
     device.nodes.finish()
     assert not device.nodes.words.any() and not device.nodes.running and device.nodes.owed is None
-    if device.launched:
-        check(SPEC, out, reference(*inputs))
-    else:
-        assert out.isnan().all()
+    launched = {"before graph 0": 0, "before graph 1": 1, "before the node": ahead}.get(interrupted, 2)
+    assert device.launched == launched
+    for i, out in enumerate(outs):  # what the GPU was told to wait for has come, and nothing else
+        if i < launched:
+            check(SPEC, out, reference(*inputs[i]))
+        else:
+            assert out.isnan().all()

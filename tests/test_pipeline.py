@@ -310,7 +310,7 @@ def test_only_so_many_graphs_are_kept(tmp_path, compiler, monkeypatch):
     for i in range(4):
         engine.add([i + 1], SamplingParams(4 + 4 * i, ignore_eos=True))
     engine.run()
-    assert pipeline.graphs.captures == 4 and [key[0][2] for key in pipeline.graphs.captured] == [2, 1]
+    assert pipeline.graphs.captures == 4 and [key[0][1] for key in pipeline.graphs.captured] == [2, 1]
 
 
 def test_out_of_memory_fails_the_requests_in_flight_and_nothing_else(tmp_path, compiler, monkeypatch):

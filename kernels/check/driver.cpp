@@ -10,7 +10,7 @@ static float gauss() { return std::normal_distribution<float>()(rng); }
 
 struct Case {
   std::vector<int32_t> lens, table;
-  std::vector<T> q, out, k_new, v_new;
+  std::vector<T> qkv, out;  // q, k and v of a sequence side by side, as the fused projection gives them
   std::vector<KV> k, v;
   std::vector<half> k_scale, v_scale;
   AttentionArgs a{};
@@ -18,18 +18,19 @@ struct Case {
   Case(std::vector<int32_t> lengths, int kv_heads, int threads, float size) : lens(lengths) {
     int width = 1;
     for (int n : lens) width = std::max(width, (n + BS - 1) / BS);
-    const int batch = lens.size(), blocks = batch * width + 1;
+    const int batch = lens.size(), blocks = batch * width + 1, row_size = kv_heads * (G + 2) * D;
     table.resize(blocks);
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), rng);
-    q.resize(batch * kv_heads * G * D), out.resize(q.size()), k_new.resize(batch * kv_heads * D), v_new.resize(k_new.size());
+    qkv.resize(batch * row_size), out.resize(batch * kv_heads * G * D);
     k.resize((size_t)blocks * kv_heads * BS * D), v.resize(k.size());
     if (INT8) k_scale.resize(k.size() / D), v_scale.resize(k_scale.size());
     memset((void*)k.data(), 255, k.size() * sizeof(KV)), memset((void*)v.data(), 255, v.size() * sizeof(KV));  // NaN
     for (auto* s : {&k_scale, &v_scale}) for (half& x : *s) x.bits = 0xffff;
-    for (auto& x : q) from_float(gauss() * size, &x);
-    a = {q.data(), nullptr, nullptr, k.data(), v.data(), k_scale.data(), v_scale.data(), table.data(), lens.data(), out.data(),
-         batch, kv_heads * G, kv_heads, width, threads, 1 / std::sqrt((float)D), 0, 0};
+    for (auto& x : qkv) from_float(gauss() * size, &x);
+    a = {qkv.data(), nullptr, nullptr, k.data(), v.data(), k_scale.data(), v_scale.data(), table.data(), lens.data(), out.data(),
+         batch, kv_heads * G, kv_heads, width, threads, row_size, row_size, 1 / std::sqrt((float)D), 0, 0};
+    T *const k_new = qkv.data() + kv_heads * G * D, *const v_new = k_new + kv_heads * D;
     T x[D];
     for (int b = 0; b < batch; b++)
       for (int h = 0; h < kv_heads; h++)
@@ -37,11 +38,11 @@ struct Case {
           for (bool is_k : {true, false}) {
             for (T& d : x) from_float(gauss() * size, &d);
             const size_t row = row_of(a, b, h, t);
-            if (t == lens[b] - 1) memcpy(&(is_k ? k_new : v_new)[((size_t)b * kv_heads + h) * D], x, sizeof x);  // by the rung
+            if (t == lens[b] - 1) memcpy((is_k ? k_new : v_new) + (size_t)b * row_size + h * D, x, sizeof x);  // by the rung
             else if (is_k) store_row(x, &k[row * D], k_scale.data() + (INT8 ? row : 0));
             else store_row(x, &v[row * D], v_scale.data() + (INT8 ? row : 0));
           }
-    a.k_new = k_new.data(), a.v_new = v_new.data();
+    a.k_new = k_new, a.v_new = v_new;
   }
 
   double number(const std::vector<KV>& cache, const std::vector<half>& scale, size_t row, int d) const {
@@ -56,7 +57,7 @@ struct Case {
         std::vector<double> w(lens[b]), o(D);
         double top = -1e300, total = 0;
         for (int t = 0; t < lens[b]; t++, top = std::max(top, w[t - 1]))
-          for (int d = 0; d < D; d++) w[t] += to_float(q[((size_t)b * a.q_heads + h) * D + d]) * number(k, k_scale, row_of(a, b, h / G, t), d) * a.scale;
+          for (int d = 0; d < D; d++) w[t] += to_float(query(a, b, h)[d]) * number(k, k_scale, row_of(a, b, h / G, t), d) * a.scale;
         for (double& x : w) total += x = std::exp(x - top);
         for (int t = 0; t < lens[b]; t++) for (int d = 0; d < D; d++) o[d] += w[t] / total * number(v, v_scale, row_of(a, b, h / G, t), d);
         for (int d = 0; d < D; d++) {
