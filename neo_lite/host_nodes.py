@@ -1,4 +1,4 @@
-"""How the CPU kernel becomes a node on a CUDA stream. Called by `streams.Cuda`.
+"""How the CPU kernel becomes a node on a CUDA stream, and what its q, k, v and output pass through. Called by `streams.Cuda`.
 
 A host node is a C function that the driver calls once all before it on the stream is done. `PlainNodes` puts one between
 the copies of q, k, v and that of the output. Waking up for it takes the driver 40 to 80 us: in each of 32 layers, that is
@@ -18,9 +18,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from neo_lite.config import NeoLiteError
+from neo_lite.config import ModelConfig, NeoLiteError
 from neo_lite.cpu_attention import AttentionArgs, Kernel
+from neo_lite.kv_cache import KVPool
+from neo_lite.rows import Part
 
 # The driver may run the nodes of several engines, each in a thread of its own, on one thread: one whose graph comes behind
 # another's on the GPU must not come before it there.
@@ -128,6 +131,48 @@ class EarlyNodes(PlainNodes):
         assert self.owed
         self.running.append(self.owed)
         launch_host(self.nodes, self.kernel.calls_entry_point, self.owed)
+
+
+class Staging:
+    """q, k, v and the output of one sub-batch in pinned memory, and the output on the GPU; q, k, v side by side: one copy.
+
+    One set serves all layers: the next layer's q follows the use of this layer's output on the compute stream, hence this
+    layer's call and both of its copies.
+    """
+
+    def __init__(self, max_seqs: int, model: ModelConfig, dtype: torch.dtype) -> None:
+        self.heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+        qkv, out = ((max_seqs, heads, model.head_dim) for heads in (sum(self.heads), model.num_heads))
+        self.qkv, self.out = (torch.zeros(shape, dtype=dtype, pin_memory=True) for shape in (qkv, out))
+        self.out_gpu = torch.zeros(out, dtype=dtype, device="cuda")
+        self.part: Part | None = None  # whose rows it serves now
+
+    def bind(self, kernel: Kernel, pool: KVPool, part: Part, threads: int) -> None:
+        """Checks the kernel's arguments and cuts the buffers for a part, once for all layers."""
+        count, view, scales = len(part.works), part.view, pool.scales(0)
+        self.used, self.output, self.result = self.qkv[:count], self.out[:count], self.out_gpu[:count]
+        q, k, v = self.used.split(self.heads, dim=1)
+        self._args = kernel.args(
+            q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, self.output, k_new=k, v_new=v, num_threads=threads,
+            k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
+        )  # fmt: skip
+        self.part = part
+
+    def args(self, pool: KVPool, layer: int) -> AttentionArgs:
+        """The bound arguments, moved on to a layer."""
+        args = AttentionArgs.from_buffer_copy(self._args)
+        args.tensors = self._args.tensors
+        for name, tensor in pool.tensors.items():
+            setattr(args, name if name.endswith("scale") else name + "_cache", tensor[layer].data_ptr())
+        return args
+
+
+def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The tensor [rows, q_heads + 2 kv_heads, head_dim] that `Llama.pre_attention` has cut into these."""
+    count, heads, dim = len(q), q.shape[1] + k.shape[1] + v.shape[1], q.shape[2]
+    assert q.stride() == k.stride() == v.stride() == (heads * dim, dim, 1), "q, k and v are not side by side"
+    assert v.data_ptr() - q.data_ptr() == (q.shape[1] + k.shape[1]) * dim * q.itemsize
+    return q.as_strided((count, heads, dim), q.stride())
 
 
 class Calls(ctypes.Structure):

@@ -135,17 +135,8 @@ def numbers_of(batch: SubBatch, cache: KVCache, step: int = 1) -> Numbers:
     places = pool.places(slots[: len(slots) - len(batch.cpu_decodes)])
     first = sum(w.length for w in prefills if w.request.device == "cpu")
     lens, last = starts + lengths, (ends - 1)[[w.samples for w in prefills] + [True] * (len(works) - a)]
-    arrays = [
-        np.array(tokens, np.int32),
-        positions,
-        last,
-        places[:first],
-        places[first:],
-        lens[:a],
-        table[:a],
-        lens[a:b],
-        table[a:b],
-    ]
+    views = lens[:a], table[:a], lens[a:b], table[a:b]
+    arrays = [np.array(tokens, np.int32), positions, last, places[:first], places[first:], *views]
     return Numbers(kinds, arrays, lens[b:], table[b:])
 
 

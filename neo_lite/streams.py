@@ -24,7 +24,7 @@ from torch import Tensor
 from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, ModelConfig
 from neo_lite.cpu_attention import AttentionArgs, Kernel
-from neo_lite.host_nodes import EarlyNodes, PlainNodes, has_stream_words, on_one_host
+from neo_lite.host_nodes import EarlyNodes, PlainNodes, Staging, has_stream_words, on_one_host, together
 from neo_lite.kv_cache import KVPool
 from neo_lite.machine import usable_cores
 from neo_lite.rows import Part
@@ -231,9 +231,8 @@ class Captured:
 
     def __call__(self, fills: Fills) -> Tensor:
         filled = [partial(self._fill, *pair) for pair in zip_longest(fills, self.calls[: len(fills)])]
-        launches: Fills = [graph.replay for graph in self.graphs]
-        first, *others = launches
-        steps = [*filled[:1], first, *filled[1:], *others] if others else [*filled, first]
+        first, *others = [graph.replay for graph in self.graphs]
+        steps: Fills = [*filled[:1], first, *filled[1:], *others] if others else [*filled, first]
         # its first launch loads a graph onto the GPU, for which the driver may wait for all that runs: nodes, too
         self.nodes.replay(steps, self.calls, ahead=steps.index(first) + 1 if self.launched else len(steps))
         self.launched = True
@@ -244,48 +243,6 @@ class Captured:
         fill()
         if call is not None:
             self.nodes.kernel.check(call)
-
-
-class Staging:
-    """q, k, v and the output of one sub-batch in pinned memory, and the output on the GPU; q, k, v side by side: one copy.
-
-    One set serves all layers: the next layer's q follows the use of this layer's output on the compute stream, hence this
-    layer's call and both of its copies.
-    """
-
-    def __init__(self, max_seqs: int, model: ModelConfig, dtype: torch.dtype) -> None:
-        self.heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
-        qkv, out = ((max_seqs, heads, model.head_dim) for heads in (sum(self.heads), model.num_heads))
-        self.qkv, self.out = (torch.zeros(shape, dtype=dtype, pin_memory=True) for shape in (qkv, out))
-        self.out_gpu = torch.zeros(out, dtype=dtype, device="cuda")
-        self.part: Part | None = None  # whose rows it serves now
-
-    def bind(self, kernel: Kernel, pool: KVPool, part: Part, threads: int) -> None:
-        """Checks the kernel's arguments and cuts the buffers for a part, once for all layers."""
-        count, view, scales = len(part.works), part.view, pool.scales(0)
-        self.used, self.output, self.result = self.qkv[:count], self.out[:count], self.out_gpu[:count]
-        q, k, v = self.used.split(self.heads, dim=1)
-        self._args = kernel.args(
-            q, pool.k[0], pool.v[0], view.block_table, view.seq_lens, self.output, k_new=k, v_new=v, num_threads=threads,
-            k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
-        )  # fmt: skip
-        self.part = part
-
-    def args(self, pool: KVPool, layer: int) -> AttentionArgs:
-        """The bound arguments, moved on to a layer."""
-        args = AttentionArgs.from_buffer_copy(self._args)
-        args.tensors = self._args.tensors
-        for name, tensor in pool.tensors.items():
-            setattr(args, name if name.endswith("scale") else name + "_cache", tensor[layer].data_ptr())
-        return args
-
-
-def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The tensor [rows, q_heads + 2 kv_heads, head_dim] that `Llama.pre_attention` has cut into these."""
-    count, heads, dim = len(q), q.shape[1] + k.shape[1] + v.shape[1], q.shape[2]
-    assert q.stride() == k.stride() == v.stride() == (heads * dim, dim, 1), "q, k and v are not side by side"
-    assert v.data_ptr() - q.data_ptr() == (q.shape[1] + k.shape[1]) * dim * q.itemsize
-    return q.as_strided((count, heads, dim), q.stride())
 
 
 def advanced(steps: Steps, stops: int) -> Tensor | None:
