@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,27 +39,26 @@ class Curve:
         slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
         self.points, far = [(float(x), float(y)) for x, y in points], xs[-1] + 1e12
         self._xs, self._ys = np.append(xs, far), np.append(ys, ys[-1] + slope * 1e12)
+        self._rising = self._ys + np.arange(len(self._ys)) * 1e-18  # on a level stretch the last x counts
         self._known: dict[float, float] = {}  # a scheduler asks for the same widths again and again
 
     def __call__(self, x: float) -> float:
-        if x not in self._known:
+        if (seconds := self._known.get(x)) is None:
             if len(self._known) > 1 << 16:
                 self._known.clear()
-            self._known[x] = float(np.interp(x, self._xs, self._ys)) if x > 0 else 0.0
-        return self._known[x]
+            seconds = self._known[x] = float(np.interp(x, self._xs, self._ys)) if x > 0 else 0.0
+        return seconds
 
     def each(self, x: np.ndarray) -> np.ndarray:
         """Many at once."""
-        return np.where(x > 0, np.interp(x, self._xs, self._ys), 0.0)
+        return np.interp(x, self._xs, self._ys) * (x > 0)
 
     def within(self, seconds: np.ndarray) -> np.ndarray:
         """The largest x that takes no longer than each of `seconds`; 0 where not even the first point does."""
-        rising = self._ys + np.arange(len(self._ys)) * 1e-18  # on a level stretch the last x counts
-        return np.where(seconds < self._ys[0], 0.0, np.interp(seconds, rising, self._xs))
+        return np.interp(seconds, self._rising, self._xs, left=0.0)
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """One layer of an iteration: linear stages `l`, prefill attention, GPU and CPU decode attention of both sub-batches."""
 
     l0: float = 0.0
@@ -91,11 +90,11 @@ class Stages:
     @property
     def holds(self) -> bool:
         """Both inequalities, up to rounding."""
-        return min(self.slack) >= -1e-9 * self.layer
+        least = min(self.slack)
+        return least >= 0 or least >= -1e-9 * self.layer
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A schedule that was weighed: x requests in T seconds."""
 
     name: str

@@ -166,7 +166,7 @@ class Neo(Scheduler):
         while kept and kept[-1][1] == "cpu":
             tokens -= kept[-1][0].num_tokens
             pref0 = stages.pref0 - self.costs.t_prefill_attn(_works(kept[-1:]))
-            stages = replace(stages, l0=self.costs.t_linear(tokens), pref0=pref0)
+            stages = stages._replace(l0=self.costs.t_linear(tokens), pref0=pref0)
             if tokens < self.floor or not stages.holds:
                 break
             kept.pop()
@@ -197,8 +197,7 @@ class Neo(Scheduler):
         """x/T with k CPU decodes in batch-0 and m in batch-1, all hidden: T is then the GPU's own work."""
         costs, stages, count = self.costs, cover.stages, len(cover.first) + k + m
         layer_s = cover.linear0[k] + cover.linear1[m] + stages.pref0 + stages.ga0
-        alone_s, both_s = costs.overhead(replace(stages, ca0=1.0)), costs.overhead(replace(stages, l1=1.0))
-        once_s = costs.head.each(count) + np.where(m > 0, both_s, alone_s)
+        once_s = costs.head.each(count) + costs.overhead(stages._replace(ca0=1.0))  # in either batch alike
         return count / np.maximum(costs.num_layers * layer_s + once_s, 1e-12)
 
     def _late(
