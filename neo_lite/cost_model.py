@@ -20,6 +20,7 @@ from neo_lite.config import DTYPE_BYTES, HardwareSpec, ModelConfig, NeoLiteError
 from neo_lite.request import SubBatch, Work
 
 Points = Sequence[tuple[float, float]]  # (x, seconds), x rising, seconds never falling
+NOTHING = SubBatch()
 
 
 class Curve:
@@ -90,8 +91,7 @@ class Stages(NamedTuple):
     @property
     def holds(self) -> bool:
         """Both inequalities, up to rounding."""
-        least = min(self.slack)
-        return least >= 0 or least >= -1e-9 * self.layer
+        return min(self.slack) >= 0 or min(self.slack) >= -1e-9 * self.layer
 
 
 class Candidate(NamedTuple):
@@ -151,7 +151,7 @@ class Profile:
 
     def t_prefill_attn(self, works: Iterable[Work]) -> float:
         """A later chunk costs what the prompt up to its end costs, less what its earlier part did."""
-        return sum(self._prompt_attn(w.seq_len) - self._prompt_attn(w.start) for w in works)
+        return sum([self._prompt_attn(s + n) - (self._prompt_attn(s) if s else 0.0) for _, s, n in works])
 
     def _prompt_attn(self, tokens: float) -> float:
         """Beyond the curve, which ends with the longest chunk, along a parabola: each token attends to all before it."""
@@ -173,13 +173,13 @@ class Profile:
 
     # ---- An iteration ----
 
-    def stages(self, batches: Sequence[SubBatch]) -> Stages:
-        """One layer of one or two sub-batches."""
-        first, second = [*batches, SubBatch(), SubBatch()][:2]
+    def stages(self, batches: Sequence[SubBatch], ga0: float | None = None) -> Stages:
+        """One layer of one or two sub-batches. `ga0`: the attention of the first one's GPU decodes, where it is known."""
+        first, second = [*batches, NOTHING, NOTHING][:2]
         launch_s = self.launch_s if second else 0.0
         return Stages(
             self.t_linear(first.num_tokens), self.t_prefill_attn(first.prefills),
-            self.t_gpu_attn(kv_tokens(first.gpu_decodes)),
+            self.t_gpu_attn(kv_tokens(first.gpu_decodes)) if ga0 is None else ga0,
             self.t_cpu_attn(len(first.cpu_decodes), kv_tokens(first.cpu_decodes)) + launch_s,
             self.t_linear(second.num_tokens),
             self.t_cpu_attn(len(second.cpu_decodes), kv_tokens(second.cpu_decodes)) + launch_s,
@@ -195,10 +195,10 @@ class Profile:
         prefill_s = self.prefill_overhead_s if stages.pref0 else 0.0
         return self.overhead_s + prefill_s + (self.pair_overhead_s if stages.l1 or stages.ca0 else 0.0)
 
-    def candidate(self, name: str, batches: Sequence[SubBatch]) -> Candidate:
+    def candidate(self, name: str, batches: Sequence[SubBatch], ga0: float | None = None) -> Candidate:
         """A schedule with its estimate."""
-        stages, count = self.stages(batches), sum(len(b) for b in batches)
-        return Candidate(name, tuple(b for b in batches if len(b)), stages, count, self.iteration_s(stages, count))
+        stages, count = self.stages(batches, ga0), sum([len(b) for b in batches])
+        return Candidate(name, tuple([b for b in batches if len(b)]), stages, count, self.iteration_s(stages, count))
 
     def capacity(self, seconds: np.ndarray) -> np.ndarray:
         """How much CPU attention fits into each of `seconds`: KV tokens + requests x cpu_request_tokens."""
