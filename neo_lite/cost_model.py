@@ -39,24 +39,26 @@ class Curve:
             raise NeoLiteError(f"a curve is {list(points)}: the seconds fall, and a cost cannot")
         slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
         self.points, far = [(float(x), float(y)) for x, y in points], xs[-1] + 1e12
-        self._xs, self._ys = np.append(xs, far), np.append(ys, ys[-1] + slope * 1e12)
-        self._rising = self._ys + np.arange(len(self._ys)) * 1e-18  # on a level stretch the last x counts
+        first, xs, ys = np.interp(0.0, xs, ys), np.append(xs, far), np.append(ys, ys[-1] + slope * 1e12)
+        self._inverse = ys + np.arange(len(ys)) * 1e-18, xs  # on a level stretch the last x counts
+        # Above 0 it is at once at its first value.
+        self._xs, self._ys = np.append([0.0, 1e-300], xs[xs > 1e-300]), np.append([0.0, first], ys[xs > 1e-300])
         self._known: dict[float, float] = {}  # a scheduler asks for the same widths again and again
 
     def __call__(self, x: float) -> float:
         if (seconds := self._known.get(x)) is None:
             if len(self._known) > 1 << 16:
                 self._known.clear()
-            seconds = self._known[x] = float(np.interp(x, self._xs, self._ys)) if x > 0 else 0.0
+            seconds = self._known[x] = float(np.interp(x, self._xs, self._ys))
         return seconds
 
     def each(self, x: np.ndarray) -> np.ndarray:
         """Many at once."""
-        return np.interp(x, self._xs, self._ys) * (x > 0)
+        return np.interp(x, self._xs, self._ys)
 
     def within(self, seconds: np.ndarray) -> np.ndarray:
         """The largest x that takes no longer than each of `seconds`; 0 where not even the first point does."""
-        return np.interp(seconds, self._rising, self._xs, left=0.0)
+        return np.interp(seconds, *self._inverse, left=0.0)
 
 
 class Stages(NamedTuple):
@@ -144,10 +146,15 @@ class Profile:
     # ---- One stage ----
 
     def t_linear(self, tokens: float) -> float:
-        return self.linear(tokens) + self.all_reduce(tokens)
+        return self.linear(tokens) + (self.all_reduce(tokens) if self.reduces else 0.0)
 
     def t_linear_each(self, tokens: np.ndarray) -> np.ndarray:
-        return self.linear.each(tokens) + self.all_reduce.each(tokens)
+        return self.linear.each(tokens) + (self.all_reduce.each(tokens) if self.reduces else 0.0)
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether there is anything to all-reduce."""
+        return any(seconds for _, seconds in self.all_reduce.points)
 
     def t_prefill_attn(self, works: Iterable[Work]) -> float:
         """A later chunk costs what the prompt up to its end costs, less what its earlier part did."""

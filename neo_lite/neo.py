@@ -100,8 +100,8 @@ class Neo(Scheduler):
         works = self._by_age()
         if not works:
             return self._step5_reduce(prefills, on_gpu, [], []), ([], []), ()
-        each = self.costs.cpu_request_tokens
-        loads = [w.start + 1 + each for w in works]
+        own = self.costs.cpu_request_tokens
+        loads = [w.start + 1 + own for w in works]
         totals = np.cumsum([0.0, *loads])
         cover = self._cover(on_gpu.batch(prefills), len(works), on_gpu.ga0)
         few, rest = self._step4_cpu_decodes(cover, works, loads, totals)
@@ -144,11 +144,11 @@ class Neo(Scheduler):
 
         Batch-1 first: its attention hides behind the linear stage of all of batch-0, so that step 5 finds what can go.
         """
-        hidden = int(totals.searchsorted(cover.room1[0], "right")) - 1  # so many fit into batch-1 as they come
-        few, rest, skipped = list[Work](), works[:hidden], list[Work]()
+        fit = int(totals.searchsorted(cover.room1[0], "right")) - 1  # so many as they come, before anyone is in batch-0
+        few, rest, skipped = list[Work](), works[:fit], list[Work]()
         room0, room1, least = cover.room0.tolist(), cover.room1.tolist(), min(loads)
-        load0, load1 = 0.0, float(totals[hidden])
-        for i, (work, load) in enumerate(zip(works[hidden:], loads[hidden:], strict=True), hidden):
+        load0, load1 = 0.0, float(totals[fit])
+        for i, (work, load) in enumerate(zip(works[fit:], loads[fit:], strict=True), fit):
             if load1 + load <= room1[len(few)]:
                 rest.append(work)
                 load1 += load
@@ -172,11 +172,11 @@ class Neo(Scheduler):
             return prefills
         first, second = on_gpu.batch(prefills, few), SubBatch(cpu_decodes=tuple(rest))
         kept, tokens, stages = list(prefills), first.num_tokens, self.costs.stages((first, second), on_gpu.ga0)
-        while kept and kept[-1][1] == "cpu":
+        while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].length >= self.floor:
             tokens -= kept[-1][0].length
             pref0 = stages.pref0 - self.costs.t_prefill_attn([kept[-1][0]])
-            stages = stages._replace(l0=self.costs.t_linear(tokens), pref0=pref0)
-            if tokens < self.floor or not stages.holds:
+            stages = Stages(self.costs.t_linear(tokens), pref0, *stages[2:])
+            if not stages.holds:
                 break
             kept.pop()
         return kept
