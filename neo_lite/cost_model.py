@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from neo_lite.config import DTYPE_BYTES, HardwareSpec, ModelConfig, NeoLiteError
 from neo_lite.request import SubBatch, Work
 
 Points = Sequence[tuple[float, float]]  # (x, seconds), x rising, seconds never falling
+NOTHING = SubBatch()
 
 
 class Curve:
@@ -38,28 +39,29 @@ class Curve:
             raise NeoLiteError(f"a curve is {list(points)}: the seconds fall, and a cost cannot")
         slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
         self.points, far = [(float(x), float(y)) for x, y in points], xs[-1] + 1e12
-        self._xs, self._ys = np.append(xs, far), np.append(ys, ys[-1] + slope * 1e12)
+        first, xs, ys = np.interp(0.0, xs, ys), np.append(xs, far), np.append(ys, ys[-1] + slope * 1e12)
+        self._inverse = ys + np.arange(len(ys)) * 1e-18, xs  # on a level stretch the last x counts
+        # Above 0 it is at once at its first value.
+        self._xs, self._ys = np.append([0.0, 1e-300], xs[xs > 1e-300]), np.append([0.0, first], ys[xs > 1e-300])
         self._known: dict[float, float] = {}  # a scheduler asks for the same widths again and again
 
     def __call__(self, x: float) -> float:
-        if x not in self._known:
+        if (seconds := self._known.get(x)) is None:
             if len(self._known) > 1 << 16:
                 self._known.clear()
-            self._known[x] = float(np.interp(x, self._xs, self._ys)) if x > 0 else 0.0
-        return self._known[x]
+            seconds = self._known[x] = float(np.interp(x, self._xs, self._ys))
+        return seconds
 
     def each(self, x: np.ndarray) -> np.ndarray:
         """Many at once."""
-        return np.where(x > 0, np.interp(x, self._xs, self._ys), 0.0)
+        return np.interp(x, self._xs, self._ys)
 
     def within(self, seconds: np.ndarray) -> np.ndarray:
         """The largest x that takes no longer than each of `seconds`; 0 where not even the first point does."""
-        rising = self._ys + np.arange(len(self._ys)) * 1e-18  # on a level stretch the last x counts
-        return np.where(seconds < self._ys[0], 0.0, np.interp(seconds, rising, self._xs))
+        return np.interp(seconds, *self._inverse, left=0.0)
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """One layer of an iteration: linear stages `l`, prefill attention, GPU and CPU decode attention of both sub-batches."""
 
     l0: float = 0.0
@@ -91,11 +93,10 @@ class Stages:
     @property
     def holds(self) -> bool:
         """Both inequalities, up to rounding."""
-        return min(self.slack) >= -1e-9 * self.layer
+        return min(self.slack) >= 0 or min(self.slack) >= -1e-9 * self.layer
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A schedule that was weighed: x requests in T seconds."""
 
     name: str
@@ -145,14 +146,19 @@ class Profile:
     # ---- One stage ----
 
     def t_linear(self, tokens: float) -> float:
-        return self.linear(tokens) + self.all_reduce(tokens)
+        return self.linear(tokens) + (self.all_reduce(tokens) if self.reduces else 0.0)
 
     def t_linear_each(self, tokens: np.ndarray) -> np.ndarray:
-        return self.linear.each(tokens) + self.all_reduce.each(tokens)
+        return self.linear.each(tokens) + (self.all_reduce.each(tokens) if self.reduces else 0.0)
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether there is anything to all-reduce."""
+        return any(seconds for _, seconds in self.all_reduce.points)
 
     def t_prefill_attn(self, works: Iterable[Work]) -> float:
         """A later chunk costs what the prompt up to its end costs, less what its earlier part did."""
-        return sum(self._prompt_attn(w.seq_len) - self._prompt_attn(w.start) for w in works)
+        return sum([self._prompt_attn(s + n) - (self._prompt_attn(s) if s else 0.0) for _, s, n in works])
 
     def _prompt_attn(self, tokens: float) -> float:
         """Beyond the curve, which ends with the longest chunk, along a parabola: each token attends to all before it."""
@@ -174,13 +180,13 @@ class Profile:
 
     # ---- An iteration ----
 
-    def stages(self, batches: Sequence[SubBatch]) -> Stages:
-        """One layer of one or two sub-batches."""
-        first, second = [*batches, SubBatch(), SubBatch()][:2]
+    def stages(self, batches: Sequence[SubBatch], ga0: float | None = None) -> Stages:
+        """One layer of one or two sub-batches. `ga0`: the attention of the first one's GPU decodes, where it is known."""
+        first, second = [*batches, NOTHING, NOTHING][:2]
         launch_s = self.launch_s if second else 0.0
         return Stages(
             self.t_linear(first.num_tokens), self.t_prefill_attn(first.prefills),
-            self.t_gpu_attn(kv_tokens(first.gpu_decodes)),
+            self.t_gpu_attn(kv_tokens(first.gpu_decodes)) if ga0 is None else ga0,
             self.t_cpu_attn(len(first.cpu_decodes), kv_tokens(first.cpu_decodes)) + launch_s,
             self.t_linear(second.num_tokens),
             self.t_cpu_attn(len(second.cpu_decodes), kv_tokens(second.cpu_decodes)) + launch_s,
@@ -196,10 +202,10 @@ class Profile:
         prefill_s = self.prefill_overhead_s if stages.pref0 else 0.0
         return self.overhead_s + prefill_s + (self.pair_overhead_s if stages.l1 or stages.ca0 else 0.0)
 
-    def candidate(self, name: str, batches: Sequence[SubBatch]) -> Candidate:
+    def candidate(self, name: str, batches: Sequence[SubBatch], ga0: float | None = None) -> Candidate:
         """A schedule with its estimate."""
-        stages, count = self.stages(batches), sum(len(b) for b in batches)
-        return Candidate(name, tuple(b for b in batches if len(b)), stages, count, self.iteration_s(stages, count))
+        stages, count = self.stages(batches, ga0), sum([len(b) for b in batches])
+        return Candidate(name, tuple([b for b in batches if len(b)]), stages, count, self.iteration_s(stages, count))
 
     def capacity(self, seconds: np.ndarray) -> np.ndarray:
         """How much CPU attention fits into each of `seconds`: KV tokens + requests x cpu_request_tokens."""

@@ -145,9 +145,8 @@ class Engine:
         now_s = self.clock()
         self.iterations += 1
         advanced = []
-        for work in plan.work:
-            request = work.request
-            request.num_computed = work.seq_len
+        for request, start, length in plan.work:
+            request.num_computed = start + length
             if request.id in tokens:
                 request.output.append(tokens[request.id])
                 request.token_times_s.append(now_s)

@@ -16,12 +16,23 @@ import numpy as np
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
-from neo_lite.cost_model import Candidate, Profile, Stages
-from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work
+from neo_lite.cost_model import Candidate, Profile, Stages, kv_tokens
+from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work, decodes_of
 from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, halves
 
-Prefill = tuple[Request, Device]  # who would be admitted, and where its KV would live
+Prefill = tuple[Work, Device]  # who would be admitted, and where its KV would live
 Dealt = tuple[list[Work], list[Work]]  # the CPU decodes of batch-0, few of them, and of batch-1, the rest
+
+
+class OnGpu(NamedTuple):
+    """All GPU decodes. They belong to batch-0 of every candidate, so that their attention is added up once."""
+
+    works: tuple[Work, ...]
+    ga0: float  # seconds of their attention in one layer
+
+    def batch(self, prefills: Sequence[Prefill], few: Sequence[Work] = ()) -> SubBatch:
+        """Batch-0: they, these prefills and a few CPU decodes."""
+        return SubBatch(tuple([work for work, _ in prefills]), self.works, tuple(few))
 
 
 class Cover(NamedTuple):
@@ -73,72 +84,71 @@ class Neo(Scheduler):
         why: list[str] = []
         waited = len(self.waiting)
         on_gpu = self._step2_gpu_decodes(moves, why)
-        prefills = self._step3_prefills(len(on_gpu), len(self.waiting) == waited, any(m.target == "cpu" for m in moves))
+        prefills = self._step3_prefills(len(on_gpu.works), len(self.waiting) == waited, moves)
         kept, (few, rest), late = self._two_batches(prefills, on_gpu)
         chosen, other, forced = self._step6_decide((prefills, kept), on_gpu, few, rest, late)
-        for request, device in self._floored(prefills, on_gpu) if chosen.name == "GPU only" else kept:
+        for (request, _, _), device in self._floored(prefills, on_gpu) if chosen.name == "GPU only" else kept:
             self.waiting.popleft()
             self._admit(request, device, why)
             request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
-        reasons = self._account(chosen, few, rest, prefills, forced)
+        where = self._account(chosen, few, rest, prefills, forced)
         why.append(f"{_told(chosen)} against {_told(other)}" if other.requests else _told(chosen))
-        return IterationPlan(
-            self.config.mode, chosen.batches, tuple(moves), tuple(why), (chosen, other), reasons, forced
-        )
+        return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), (chosen, other), where, forced)
 
-    def _two_batches(
-        self, prefills: list[Prefill], on_gpu: tuple[Work, ...]
-    ) -> tuple[list[Prefill], Dealt, tuple[int, ...]]:
+    def _two_batches(self, prefills: list[Prefill], on_gpu: OnGpu) -> tuple[list[Prefill], Dealt, tuple[int, ...]]:
         """Steps 4 and 5: the prefills kept, the CPU decodes of either batch, and who among them is late."""
         works = self._by_age()
         if not works:
-            return self._step5_reduce(prefills, on_gpu, (), ()), ([], []), ()
-        loads = [start + length + self.costs.cpu_request_tokens for _, start, length in works]
-        cover = self._cover(SubBatch(_works(prefills), on_gpu), len(works))
-        few, rest = self._step4_cpu_decodes(cover, works, loads)
+            return self._step5_reduce(prefills, on_gpu, [], []), ([], []), ()
+        own = self.costs.cpu_request_tokens
+        loads = [w.start + 1 + own for w in works]
+        totals = np.cumsum([0.0, *loads])
+        cover = self._cover(on_gpu.batch(prefills), len(works), on_gpu.ga0)
+        few, rest = self._step4_cpu_decodes(cover, works, loads, totals)
         kept = self._step5_reduce(prefills, on_gpu, few, rest)
         if len(kept) < len(prefills):
-            cover = self._cover(SubBatch(_works(kept), on_gpu), len(works))
-        return kept, *self._late(cover, works, *self._deal(cover, works, loads, few, rest))
+            cover = self._cover(on_gpu.batch(kept), len(works), on_gpu.ga0)
+        return kept, *self._late(cover, works, *self._deal(cover, works, totals, few, rest))
 
     # ---- The six steps ----
 
-    def _step2_gpu_decodes(self, moves: list[Move], why: list[str]) -> tuple[Work, ...]:
+    def _step2_gpu_decodes(self, moves: list[Move], why: list[str]) -> OnGpu:
         """Every GPU decode goes to batch-0; whoever finds no room is swapped out, and who fits comfortably comes in."""
         self._make_room(moves, why)
         if not why:
             self._resume(moves, why)
-        self.skipped = {r: self.skipped.get(r, 0) for r in self.running if r.device == "cpu"}
-        return tuple(Work(r, r.num_computed, 1) for r in self.running if r.device == "gpu")
+        works = tuple(decodes_of([r for r in self.running if r.device == "gpu"]))
+        return OnGpu(works, self.costs.t_gpu_attn(kv_tokens(works)))
 
-    def _step3_prefills(self, decodes: int, admit: bool, swapped_out: bool) -> list[Prefill]:
+    def _step3_prefills(self, decodes: int, admit: bool, moves: list[Move]) -> list[Prefill]:
         """Prompts in order of arrival, on the GPU while there is room, then on the CPU, within the token budget."""
         found: list[Prefill] = []
         budget, seats = self.config.max_batched_tokens - decodes, self.config.max_seqs - len(self.running)
         there = {"gpu": decodes, "cpu": len(self.running) - decodes}
         room = {d: self.blocks.free(d) - there[d] for d in self.blocks.total}
-        homes = [d for d in self._homes() if d == "cpu" or not swapped_out]
+        homes = [d for d in self._homes() if d == "cpu" or all(m.target == "gpu" for m in moves)]
         for request in islice(self.waiting, max(0, seats) if admit else 0):
-            needed = self.blocks.needed(request.num_tokens)
+            tokens, needed = request.num_tokens, self.blocks.needed(request.num_tokens)
             fits = [d for d in homes if needed <= room[d] and self.blocks.fits_ever(request, d)]
-            if not fits or (found and request.num_tokens > budget):
+            if not fits or (found and tokens > budget):
                 break
             if fits[0] == "cpu":
                 homes = ["cpu"]
             room[fits[0]] -= needed + 1
-            budget -= request.num_tokens
-            found.append((request, fits[0]))
+            budget -= tokens
+            found.append((Work(request, 0, tokens), fits[0]))
         return found
 
-    def _step4_cpu_decodes(self, cover: Cover, works: Sequence[Work], loads: Sequence[float]) -> Dealt:
+    def _step4_cpu_decodes(self, cover: Cover, works: list[Work], loads: list[float], totals: np.ndarray) -> Dealt:
         """CPU decodes for batch-0 and batch-1 while `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` hold; the others are skipped.
 
         Batch-1 first: its attention hides behind the linear stage of all of batch-0, so that step 5 finds what can go.
         """
-        few, rest, skipped = list[Work](), list[Work](), list[Work]()
+        fit = int(totals.searchsorted(cover.room1[0], "right")) - 1  # so many as they come, before anyone is in batch-0
+        few, rest, skipped = list[Work](), works[:fit], list[Work]()
         room0, room1, least = cover.room0.tolist(), cover.room1.tolist(), min(loads)
-        load0 = load1 = 0.0
-        for i, (work, load) in enumerate(zip(works, loads, strict=True)):
+        load0, load1 = 0.0, float(totals[fit])
+        for i, (work, load) in enumerate(zip(works[fit:], loads[fit:], strict=True), fit):
             if load1 + load <= room1[len(few)]:
                 rest.append(work)
                 load1 += load
@@ -156,25 +166,22 @@ class Neo(Scheduler):
     def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work]) -> None:
         """CPU decodes that would break both inequalities: left to the next iteration."""
 
-    def _step5_reduce(
-        self, prefills: Sequence[Prefill], on_gpu: Sequence[Work], few: Sequence[Work], rest: Sequence[Work]
-    ) -> list[Prefill]:
+    def _step5_reduce(self, prefills: list[Prefill], on_gpu: OnGpu, few: list[Work], rest: list[Work]) -> list[Prefill]:
         """Takes back the last prefills whose KV would go to the CPU, while both inequalities hold and above the floor."""
-        kept, tokens = list(prefills), sum(r.num_tokens for r, _ in prefills) + len(on_gpu) + len(few)
-        first, second = SubBatch(_works(prefills), tuple(on_gpu), tuple(few)), SubBatch(cpu_decodes=tuple(rest))
-        stages = self.costs.stages((first, second))
-        while kept and kept[-1][1] == "cpu":
-            tokens -= kept[-1][0].num_tokens
-            pref0 = stages.pref0 - self.costs.t_prefill_attn(_works(kept[-1:]))
-            stages = replace(stages, l0=self.costs.t_linear(tokens), pref0=pref0)
-            if tokens < self.floor or not stages.holds:
+        if not prefills or prefills[-1][1] == "gpu":
+            return prefills
+        first, second = on_gpu.batch(prefills, few), SubBatch(cpu_decodes=tuple(rest))
+        kept, tokens, stages = list(prefills), first.num_tokens, self.costs.stages((first, second), on_gpu.ga0)
+        while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].length >= self.floor:
+            tokens -= kept[-1][0].length
+            pref0 = stages.pref0 - self.costs.t_prefill_attn([kept[-1][0]])
+            stages = Stages(self.costs.t_linear(tokens), pref0, *stages[2:])
+            if not stages.holds:
                 break
             kept.pop()
         return kept
 
-    def _deal(
-        self, cover: Cover, works: list[Work], loads: Sequence[float], few: list[Work], rest: list[Work]
-    ) -> Dealt:
+    def _deal(self, cover: Cover, works: list[Work], totals: np.ndarray, few: list[Work], rest: list[Work]) -> Dealt:
         """Step 4 once more, since step 5 has settled the prefills: which CPU decodes go to which batch?
 
         Of all ways to cut the queue, the first k into batch-0 and the next into batch-1, as many as hide there or none (then
@@ -182,13 +189,12 @@ class Neo(Scheduler):
         """
         if not self.greedy:
             return few, rest
-        load = np.cumsum([0.0, *loads])
         k = np.arange(min(len(works), cover.seats) + 1)
-        m = np.searchsorted(load, load[k] + cover.room1[k], side="right") - 1 - k
-        hidden = np.concatenate(([True], load[k] <= cover.room0[m], load[k] <= cover.room0[0]))
+        m = totals.searchsorted(totals[k] + cover.room1[k], "right") - 1 - k
+        hidden = np.concatenate(([True], totals[k] <= cover.room0[m], totals[k] <= cover.room0[0]))
         k, m = np.concatenate(([len(few)], k, k)), np.concatenate(([len(rest)], m, 0 * m))
-        rates = np.where(hidden & (k + m > 0), self._rates(cover, k, m), 0.0)
-        best = int(np.argmax(rates))
+        rates = self._rates(cover, k, m) * (hidden & (k + m > 0))
+        best = int(rates.argmax())
         if best == 0:
             return few, rest
         return works[: k[best]], works[k[best] : k[best] + m[best]]
@@ -197,8 +203,7 @@ class Neo(Scheduler):
         """x/T with k CPU decodes in batch-0 and m in batch-1, all hidden: T is then the GPU's own work."""
         costs, stages, count = self.costs, cover.stages, len(cover.first) + k + m
         layer_s = cover.linear0[k] + cover.linear1[m] + stages.pref0 + stages.ga0
-        alone_s, both_s = costs.overhead(replace(stages, ca0=1.0)), costs.overhead(replace(stages, l1=1.0))
-        once_s = costs.head.each(count) + np.where(m > 0, both_s, alone_s)
+        once_s = costs.head.each(count) + costs.overhead(stages._replace(ca0=1.0))  # in either batch alike
         return count / np.maximum(costs.num_layers * layer_s + once_s, 1e-12)
 
     def _late(
@@ -206,7 +211,7 @@ class Neo(Scheduler):
     ) -> tuple[Dealt, tuple[int, ...]]:
         """Whoever has waited longest, and too long, is served beside the others, or alone in batch-0 where that has the larger
         x/T; but not within `PATIENCE` plans after a forced one. Also returns its id."""
-        if min(self.unforced, self.skipped[works[0].request]) < self.PATIENCE:
+        if min(self.unforced, self.skipped.get(works[0].request, 0)) < self.PATIENCE:
             return (few, rest), ()
         oldest = works[0]
         beside = (few, rest) if oldest in few or oldest in rest else (few, [*rest, oldest])
@@ -214,16 +219,16 @@ class Neo(Scheduler):
         return max(ways, key=lambda way: self._two(cover.first, *way).rate), (oldest.request.id,)
 
     def _step6_decide(
-        self, prefills: tuple[list[Prefill], list[Prefill]], on_gpu: Sequence[Work], few: list[Work], rest: list[Work],
+        self, prefills: tuple[list[Prefill], list[Prefill]], on_gpu: OnGpu, few: list[Work], rest: list[Work],
         forced: tuple[int, ...],
     ) -> tuple[Candidate, Candidate, tuple[int, ...]]:  # fmt: skip
         """The candidate with the larger x/T first; the inequalities rule out a two-batch one that breaks them."""
         tried, kept = prefills
-        one = self.costs.candidate("GPU only", (SubBatch(_works(self._floored(tried, on_gpu)), tuple(on_gpu)),))
-        two = self._two(SubBatch(_works(kept), tuple(on_gpu)), few, rest)
+        one = self.costs.candidate("GPU only", (on_gpu.batch(self._floored(tried, on_gpu)),), on_gpu.ga0)
+        two = self._two(on_gpu.batch(kept), few, rest, on_gpu.ga0)
         if not one.requests:  # nothing for the GPU: neither inequality admits anything, and whatever is on the CPU runs
-            waiting = [Work(r, r.num_computed, 1) for r in self.running]
-            two = self.costs.candidate("two batches", [SubBatch(cpu_decodes=half) for half in halves(waiting)])
+            parts = halves(decodes_of(self.running))
+            two = self.costs.candidate("two batches", [SubBatch(cpu_decodes=part) for part in parts])
             forced = () if two.stages.holds else (-1,)
             return two, one, forced
         better = two.rate > one.rate and two.stages.holds
@@ -235,47 +240,49 @@ class Neo(Scheduler):
 
     def _by_age(self) -> list[Work]:
         """The CPU decodes, whoever was passed over most often first."""
-        by_age = sorted(self.skipped, key=self.skipped.__getitem__, reverse=True)
-        return [Work(r, r.num_computed, 1) for r in by_age]
+        on_cpu = [r for r in self.running if r.device == "cpu"]
+        first = sorted([r for r in on_cpu if r in self.skipped], key=self.skipped.__getitem__, reverse=True)
+        return decodes_of(first + [r for r in on_cpu if r not in self.skipped])
 
-    def _cover(self, first: SubBatch, count: int) -> Cover:
+    def _cover(self, first: SubBatch, count: int, ga0: float | None = None) -> Cover:
         """With 0 to `count` CPU decodes in either batch: what all steps ask for, worked out once."""
-        widths, stages = np.arange(count + 1), self.costs.stages((first,))
-        linear0, linear1 = self.costs.t_linear_each(first.num_tokens + widths), self.costs.t_linear_each(widths)
-        room0, room1 = self.costs.capacity(linear1 + stages.pref0 + stages.ga0), self.costs.capacity(linear0)
+        widths, stages = np.arange(count + 1), self.costs.stages((first,), ga0)
+        linear0, linear1 = self.costs.t_linear_each(np.array((first.num_tokens + widths, widths)))
+        room0, room1 = self.costs.capacity(np.array((linear1 + stages.pref0 + stages.ga0, linear0)))
         seats = max(0, self.config.max_batched_tokens - first.num_tokens)
         return Cover(first, stages, linear0, linear1, room0, room1, seats)
 
-    def _two(self, first: SubBatch, few: Sequence[Work], rest: Sequence[Work]) -> Candidate:
+    def _two(self, first: SubBatch, few: list[Work], rest: list[Work], ga0: float | None = None) -> Candidate:
         name = "two batches" if rest else "one batch with CPU decodes"
-        return self.costs.candidate(name, (replace(first, cpu_decodes=tuple(few)), SubBatch(cpu_decodes=tuple(rest))))
+        batches = SubBatch(first.prefills, first.gpu_decodes, tuple(few)), SubBatch(cpu_decodes=tuple(rest))
+        return self.costs.candidate(name, batches, ga0)
 
-    def _floored(self, prefills: Sequence[Prefill], on_gpu: Sequence[Work]) -> list[Prefill]:
+    def _floored(self, prefills: Sequence[Prefill], on_gpu: OnGpu) -> list[Prefill]:
         """The GPU-only candidate's prefills: those of the CPU taken back from the end, down to the floor."""
-        kept, tokens = list(prefills), len(on_gpu) + sum(r.num_tokens for r, _ in prefills)
-        while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].num_tokens >= self.floor:
-            tokens -= kept.pop()[0].num_tokens
+        kept, tokens = list(prefills), len(on_gpu.works) + sum([w.length for w, _ in prefills])
+        while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].length >= self.floor:
+            tokens -= kept.pop()[0].length
         return kept
 
     def _account(
         self, chosen: Candidate, few: list[Work], rest: list[Work], prefills: list[Prefill], forced: tuple[int, ...]
     ) -> dict[int, str]:
         """Counts who was passed over, and says of each request why it is where it is."""
-        reasons = {r.id: "waits: taken back in step 5, down to the floor" for r, _ in prefills}
+        reasons = {w.request.id: "waits: taken back in step 5, down to the floor" for w, _ in prefills}
         for batch, text, spare in zip(chosen.batches, ("batch-0", "batch-1"), chosen.stages.slack[::-1], strict=False):
             held = "within its inequality" if chosen.stages.holds or spare >= 0 else "though its inequality breaks"
             for w in batch.prefills:
                 reasons[w.request.id] = f"{text}: prefill, KV to the {w.request.device} pool"
-            reasons.update((w.request.id, "batch-0: its KV is on the GPU") for w in batch.gpu_decodes)
-            for w in batch.cpu_decodes:
-                i = w.request.id
-                reasons[i] = f"{text}: CPU decode {'that has waited too long' if i in forced else held}"
-        served = {w.request for batch in chosen.batches for w in (*batch.prefills, *batch.cpu_decodes)}
-        self.skipped = {r: count + 1 for r, count in self.skipped.items() if r not in served}
+            reasons.update(dict.fromkeys([w.request.id for w in batch.gpu_decodes], "batch-0: its KV is on the GPU"))
+            ids = [w.request.id for w in batch.cpu_decodes]
+            reasons.update(dict.fromkeys(ids, f"{text}: CPU decode {held}"))
+            reasons.update((i, f"{text}: CPU decode that has waited too long") for i in forced if i in ids)
+        passed = [r for r in self.running if r.id not in reasons]
+        self.skipped = {r: self.skipped.get(r, 0) + 1 for r in passed}
         self.unforced = 0 if max(forced, default=-1) >= 0 else self.unforced + 1
-        placed = {w.request for w in (*few, *rest)}
-        texts = ("skipped: it would break both inequalities", "skipped: GPU-only has the higher x/T")
-        reasons.update((r.id, texts[r in placed]) for r in self.skipped)
+        reasons.update(dict.fromkeys([r.id for r in passed], "skipped: it would break both inequalities"))
+        if chosen.name == "GPU only":
+            reasons.update((w.request.id, "skipped: GPU-only has the higher x/T") for w in (*few, *rest))
         return reasons
 
     def _homes(self) -> tuple[Device, ...]:
@@ -293,9 +300,10 @@ class Neo(Scheduler):
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Swaps in the oldest CPU-requests while a twentieth of the GPU pool stays free."""
-        on_gpu = sum(r.device == "gpu" for r in self.running)
-        for request in self.running:
-            if request.device == "gpu" or not self.blocks.fits_ever(request, "gpu"):
+        on_cpu = [r for r in self.running if r.device == "cpu"]
+        on_gpu = len(self.running) - len(on_cpu)
+        for request in on_cpu:
+            if not self.blocks.fits_ever(request, "gpu"):
                 continue
             slack = max(on_gpu, self.blocks.total["gpu"] // 20) if on_gpu else 0
             if self.blocks.needed(request.num_tokens) + slack > self.blocks.free("gpu"):
@@ -358,10 +366,6 @@ POLICIES: dict[str, type[Scheduler]] = {
     "neo": Neo,
     "neo-released": NeoReleased,
 }
-
-
-def _works(prefills: Sequence[Prefill]) -> tuple[Work, ...]:
-    return tuple(Work(r, 0, r.num_tokens) for r, _ in prefills)
 
 
 def _told(c: Candidate) -> str:

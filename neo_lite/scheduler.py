@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cost_model import Profile
-from neo_lite.request import OTHER, Device, IterationPlan, Move, Request, SubBatch, Work
+from neo_lite.request import OTHER, Device, IterationPlan, Move, Request, SubBatch, Work, decodes_of
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
         calm = not why  # whoever had to make way is not brought back in the same iteration, and nobody new comes
         if calm:
             self._resume(moves, why)
-        decodes = [Work(r, r.num_computed, 1) for r in self.running if decoding(r)]
+        decodes = decodes_of(r for r in self.running if decoding(r))
         prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, why)
         for work in prefills:
             if work.request.first_scheduled_s is None:
@@ -84,7 +84,7 @@ class Scheduler:
         """A block for each decode that needs one; the newest request of its pool makes way for the oldest."""
         size = self.blocks.block_size
         for request in [r for r in self.running if r.num_computed >= len(r.block_table) * size]:  # one in sixteen
-            while request in self.running and not self.blocks.grow(request, request.num_tokens):
+            while (not why or request in self.running) and not self.blocks.grow(request, request.num_tokens):
                 victim = [r for r in self.running if r.device == request.device][-1]
                 self.running.remove(victim)
                 pool = f"r{victim.id} makes way: {victim.device} pool of {self.blocks.total[victim.device]} blocks full"

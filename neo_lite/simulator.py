@@ -102,9 +102,8 @@ def kind_of(plan: IterationPlan) -> str:
 
 def count(plan: IterationPlan) -> tuple[int, int, int]:
     """Requests by kind: prefills, GPU decodes, CPU decodes."""
-    kinds = ("prefills", "gpu_decodes", "cpu_decodes")
-    prefills, on_gpu, on_cpu = (sum(len(getattr(b, kind)) for b in plan.batches) for kind in kinds)
-    return prefills, on_gpu, on_cpu
+    sizes = [(len(b.prefills), len(b.gpu_decodes), len(b.cpu_decodes)) for b in plan.batches]
+    return sum([p for p, _, _ in sizes]), sum([g for _, g, _ in sizes]), sum([c for _, _, c in sizes])
 
 
 class SimResult(NamedTuple):
