@@ -1,9 +1,10 @@
 """Figure 10b's other side: GPU-only serving here against transformers' own continuous batching, in one run on one machine.
 
-    python benchmarks/peer_transformers.py --model random:llama-3.1-8b --num-sms 8 --out data/recorded
+    python benchmarks/peer_transformers.py --model random:llama-3.1-8b --out data/recorded
 
 Both serve the same prompts of random tokens, the same number of output tokens for all (`generate_batch` takes one), the
-same KV pool, weights of the same shape, greedy, one after the other in one process. Writes peer_<card>_<model>.json; a
+same KV pool, weights of the same shape, greedy, one after the other in one process. On the whole card: `generate_batch` works
+in a thread of its own, to which a part of the GPU (`--num-sms` elsewhere) does not extend. Writes peer_<card>_<model>.json; a
 result of `vllm bench throughput --output-json FILE` on the same machine is added by --vllm-json FILE.
 """
 
@@ -80,7 +81,6 @@ def main() -> None:
     parser.add_argument("--model", default="random:llama-3.1-8b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--num-sms", type=int, default=0, help="0: the whole card")
     parser.add_argument("--workload", default="synthetic:1000,200")
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--gpu-kv-tokens", type=int, default=26400)
@@ -92,7 +92,6 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("data/recorded"))
     args = parser.parse_args()
-    bench.partition(args.num_sms)
     drawn = workload.parse(args.workload, args.requests, seed=args.seed)
     tokens = round(statistics.mean(a.output_tokens for a in drawn))
     arrivals = [replace(a, output_tokens=tokens) for a in drawn]
@@ -102,7 +101,7 @@ def main() -> None:
     per_s = {name: args.requests / statistics.median(times) for name, times in runs.items()}
     if args.vllm_json:
         per_s["vLLM"] = json.loads(args.vllm_json.read_text())["requests_per_second"]
-    stamp = machine.stamp(args.num_sms or None)
+    stamp = machine.stamp()
     result = {
         "what": "GPU-only serving over a peer's, the same prompts and outputs, the same KV pool", "command": command(args),
         "source": "recorded", "stamp": stamp, "model": args.model, "dtype": str(dtype)[6:], "mode": "gpu-only-unchunked",
@@ -112,9 +111,8 @@ def main() -> None:
         "peers_seconds": runs, "requests_per_s": args.requests / statistics.median(seconds), "peers_per_s": per_s,
     }  # fmt: skip
     card = torch.cuda.get_device_name().split()[-1].lower() if device.type == "cuda" else "cpu"
-    part = f"_{args.num_sms}sm" if args.num_sms else ""
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"peer_{card}{part}_{config.name}.json"
+    path = args.out / f"peer_{card}_{config.name}.json"
     path.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     print(f"wrote {path}: {result['requests_per_s']:.3g} requests/s here, {per_s}")
 
