@@ -162,7 +162,7 @@ class Kernel:
                 raise NeoLiteError(f"{name} is given, but the cache is {spec.dtype}: only int8 has scales")
             elif tensor.shape != shape or tensor.dtype is not dtype or not _lies_well(name, tensor) or tensor.is_cuda:
                 raise _wrong_tensor(name, tensor, shape, dtype)
-        if not no_news and tensors[1].stride(0) != tensors[2].stride(0):  # type: ignore[union-attr]
+        if batch > 1 and not no_news and tensors[1].stride(0) != tensors[2].stride(0):  # type: ignore[union-attr]
             raise NeoLiteError(
                 "k_new and v_new have rows of different strides: take both from one tensor, or copy both"
             )

@@ -6,16 +6,21 @@ the copies of q, k, v and that of the output. Waking up for it takes the driver 
 sets behind its copy (`ready`); the GPU waits for another one (`done`). From the end of a call to the start of the next one
 passes what the GPU has to do in between, and 28 us for both copies and both words. A row of CUDA graphs has one node,
 launched beside them, which makes all calls. No node waits for anything that is not enqueued yet, so that whatever Python
-waits for, it comes. Drivers without stream memory operations, and ranks on several hosts, are served by `PlainNodes`.
+waits for, it comes; but a replay's node runs while Python fills in and launches the rest, where this thread makes no other
+call of the driver and no other engine has such nodes. Drivers without stream memory operations, and ranks on several hosts,
+are served by `PlainNodes`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,10 +39,24 @@ Fetch = Callable[[], None]  # copies a call's output back, on the current stream
 Arrival = Callable[[], torch.cuda.Event]  # what comes once the output is on the GPU
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No cyclic garbage collection: the end of another engine's pools, unpinned now, would break a capture off, or wait for a
+    node that waits for what comes next."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class PlainNodes:
     """Copy, node, copy: a chain on one stream. `leave` takes the copies to the host, `enter` those back."""
 
     cuts = False  # whether a call may begin in one CUDA graph and end in the next
+    graphs = 0  # captured so far
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -71,9 +90,11 @@ class EarlyNodes(PlainNodes):
     """Nodes on a stream of their own, which tell the GPU and are told by it through words."""
 
     cuts = True
+    alive: WeakSet[EarlyNodes] = WeakSet()
 
     def __init__(self, kernel: Kernel, most_calls: int) -> None:
         super().__init__(kernel)
+        self.alive.add(self)
         self.enter, self.nodes = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
         self.words = torch.zeros(2, most_calls, dtype=torch.int32, pin_memory=True)
         self.running: list[Calls] = []
@@ -89,8 +110,11 @@ class EarlyNodes(PlainNodes):
                 self._launch_owed()
                 self.owed = None
 
+        graph, sent = self.graphs, self.leave.record_event()
+
         def arrive() -> torch.cuda.Event:
-            self.enter.wait_stream(self.leave)  # or a graph might wait before it writes
+            if graph == self.graphs:  # one that waits before it writes might do so for ever; an earlier one has written
+                self.enter.wait_event(sent)
             stream_word("Wait", self.enter, done, 1)
             stream_word("Write", self.enter, done, 0)
             return self._fetch(fetch)
@@ -100,7 +124,9 @@ class EarlyNodes(PlainNodes):
     def replay(self, steps: Sequence[Callable[[], None]], calls: Sequence[AttentionArgs], ahead: int) -> None:
         if not calls:
             return super().replay(steps, calls, ahead)
-        with LAUNCHING:
+        if len(self.alive) > 1:
+            ahead = len(steps)
+        with LAUNCHING, uncollected():
             # a graph without its node would wait for ever, and a node without its graphs
             self.owed = self._node(calls, 0)
             super().replay(steps[:ahead], calls, ahead)

@@ -7,7 +7,6 @@ to the compute stream. Python only enqueues: no thread, and no wait that the dat
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -24,7 +23,7 @@ from torch import Tensor
 from neo_lite.attention import Backend
 from neo_lite.config import EngineConfig, ModelConfig
 from neo_lite.cpu_attention import AttentionArgs, Kernel
-from neo_lite.host_nodes import EarlyNodes, PlainNodes, Staging, has_stream_words, on_one_host, together
+from neo_lite.host_nodes import EarlyNodes, PlainNodes, Staging, has_stream_words, on_one_host, together, uncollected
 from neo_lite.kv_cache import KVPool
 from neo_lite.machine import usable_cores
 from neo_lite.rows import Part
@@ -160,11 +159,8 @@ class Cuda:
         """Records what `work` enqueues here, and on the streams that join in, as CUDA graphs: the first of what comes before its
         first stop, two more of the rest."""
         self.finish()  # so that the calls in it are counted from 0
-        steps, graphs = work(), list[torch.cuda.CUDAGraph]()
-        collecting = gc.isenabled()
-        gc.disable()  # the end of another engine's pools, unpinned in the midst of it, would break the capture off
-        try:
-            out = None
+        steps, graphs, out = work(), list[torch.cuda.CUDAGraph](), None
+        with uncollected():
             for stops in STOPS if self.nodes.cuts else ():
                 if out is None:
                     with self._graph(graphs):
@@ -172,9 +168,6 @@ class Cuda:
             if out is None:
                 with self._graph(graphs):
                     out = finished(steps)
-        finally:
-            if collecting:
-                gc.enable()
         calls, self._calls = self._calls, []
         for stage in self.staging:
             stage.part = None  # the graphs' own
@@ -188,11 +181,14 @@ class Cuda:
         graph, others = torch.cuda.CUDAGraph(), (self.nodes.leave, self.nodes.enter)
         # thread_local: NCCL has a thread that asks for the state of earlier collectives while this one captures
         with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            self.nodes.graphs += 1
             for stream in others:
                 stream.wait_stream(torch.cuda.current_stream())
-            yield
-            for stream in others:
-                torch.cuda.current_stream().wait_stream(stream)
+            try:
+                yield
+            finally:  # after an error, too: a capture that ends with streams of its own leaves the caller on its stream
+                for stream in others:
+                    torch.cuda.current_stream().wait_stream(stream)
         self._graphs.add(graph)
         graphs.append(graph)
 
@@ -233,7 +229,7 @@ class Captured:
         filled = [partial(self._fill, *pair) for pair in zip_longest(fills, self.calls[: len(fills)])]
         first, *others = [graph.replay for graph in self.graphs]
         steps: Fills = [*filled[:1], first, *filled[1:], *others] if others else [*filled, first]
-        # its first launch loads a graph onto the GPU, for which the driver may wait for all that runs: nodes, too
+        # its first launch loads a graph onto the GPU, for which the driver might wait until no node runs
         self.nodes.replay(steps, self.calls, ahead=steps.index(first) + 1 if self.launched else len(steps))
         self.launched = True
         return self.out

@@ -659,7 +659,7 @@ MINE = """
 static void attend(const AttentionArgs& a, int b, int q_head) {
   const size_t at = ((size_t)b * a.q_heads + q_head) * D;
   float q[D], o[D] = {}, m = -1e30f, l = 0;
-  for (int d = 0; d < D; d++) q[d] = to_float(((const T*)a.q)[at + d]) * a.scale;
+  for (int d = 0; d < D; d++) q[d] = to_float(query(a, b, q_head)[d]) * a.scale;
   for (int t = 0; t < a.seq_lens[b]; t++) {
     const size_t row = row_of(a, b, q_head / G, t) * D;
     const KV *k = (const KV*)a.k_cache + row, *v = (const KV*)a.v_cache + row;
@@ -890,7 +890,7 @@ def solved_2():
 # %% tags=["exercise"]
 SHARED = """
 static void attend(const AttentionArgs& a, int b, int kv_head) {
-  const size_t at = ((size_t)b * a.q_heads + kv_head * G) * D;  // of the group's first query head
+  const size_t at = ((size_t)b * a.q_heads + kv_head * G) * D;  // of the output of the group's first query head
   float q[G][D], o[G][D] = {}, m[G], l[G];
   ...
 }
@@ -923,11 +923,11 @@ def solved_3():
 # ```python
 # SHARED = """
 # static void attend(const AttentionArgs& a, int b, int kv_head) {
-#   const size_t at = ((size_t)b * a.q_heads + kv_head * G) * D;  // of the group's first query head
+#   const size_t at = ((size_t)b * a.q_heads + kv_head * G) * D;  // of the output of the group's first query head
 #   float q[G][D], o[G][D] = {}, m[G], l[G];
 #   for (int g = 0; g < G; g++) {
 #     m[g] = -1e30f, l[g] = 0;
-#     for (int d = 0; d < D; d++) q[g][d] = to_float(((const T*)a.q)[at + g * D + d]) * a.scale;
+#     for (int d = 0; d < D; d++) q[g][d] = to_float(query(a, b, kv_head * G + g)[d]) * a.scale;
 #   }
 #   for (int t = 0; t < a.seq_lens[b]; t++) {
 #     const size_t row = row_of(a, b, kv_head, t) * D;

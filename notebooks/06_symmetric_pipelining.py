@@ -60,7 +60,7 @@ import torch
 from neo_lite import EngineConfig, SamplingParams, Timeline, build_engine, exercise, load_model, pipeline, plots
 from neo_lite.request import IterationPlan, Request, SubBatch, Work
 from neo_lite.scheduler import halves
-from neo_lite.streams import Host
+from neo_lite.streams import Host, finished
 
 # %% [markdown]
 # The model, and one line about this machine that the figures will carry. Without a GPU torch gets one core, since the
@@ -97,7 +97,7 @@ def through_layers(name, count, log):
 
 
 # %%
-def take_turns(batches, backwards=False):  # `backwards` is a matter of notebook 07
+def take_turns(batches):
     running, results = dict(enumerate(batches)), {}
     while running:
         for i, batch in list(running.items()):
@@ -118,10 +118,16 @@ print(take_turns([through_layers("batch-0", 3, log), through_layers("batch-1", 3
 
 # %% [markdown]
 # Between the start of batch-0's attention and the moment its output is taken, batch-1 does its own GPU work. That is
-# the whole trick. The package's driver is `pipeline.alternate`. The same order, for any number of batches and layers?
+# the whole trick. The package's driver is `pipeline.alternate`. It is told the order of a turn (a matter of notebook 07),
+# and is a generator itself, which stops where a batch does; `finished` runs it to its end. The same order as ours, for any
+# number of batches and layers?
 
 
 # %%
+def package(batches):
+    return finished(pipeline.alternate(batches, range(len(batches))))
+
+
 def order(driver, counts):
     log = []
     results = driver([through_layers(f"batch-{i}", count, log) for i, count in enumerate(counts)])
@@ -135,7 +141,7 @@ def order(driver, counts):
 rng = random.Random(0)
 for _ in range(100):
     counts = [rng.randrange(6) for _ in range(rng.randrange(4))]
-    assert order(take_turns, counts) == order(pipeline.alternate, counts), counts
+    assert order(take_turns, counts) == order(package, counts), counts
 print("toy and package: the same order, a hundred times")
 
 # %% [markdown]
@@ -146,6 +152,11 @@ print("toy and package: the same order, a hundred times")
 
 # %%
 PROMPTS = ["Gravity is", "The three primary colors are", "Water boils at", "Once upon a time there was"]
+
+
+def mine(batches, order):
+    yield  # a generator, as the package's
+    return take_turns(batches)
 
 
 def generate(mode, unused_pool):
@@ -163,7 +174,7 @@ def generate(mode, unused_pool):
 
 # %%
 runs = {"gpu-only": generate("gpu-only", "cpu"), "symmetric": generate("symmetric", "gpu")}
-with patch.object(pipeline, "alternate", take_turns):
+with patch.object(pipeline, "alternate", mine):
     runs["symmetric, by take_turns"] = generate("symmetric", "gpu")
 same = [run == runs["gpu-only"] for run in runs.values()]
 assert all(same) or model.dtype != torch.float32

@@ -65,7 +65,7 @@ from neo_lite.config import MODELS
 from neo_lite.cost_model import Profile, Stages
 from neo_lite.request import IterationPlan, Request, SubBatch, Work
 from neo_lite.scheduler import halves
-from neo_lite.streams import Host
+from neo_lite.streams import Host, finished
 
 # %% [markdown]
 # The model, and one line about this machine that the figures will carry.
@@ -534,8 +534,8 @@ for name, c in two.items():
     )
 
 # %% [markdown]
-# One detail of the order. If batch-0 has no CPU decodes, batch-1 may go *first* in the very first layer, so that the CPU
-# starts before anything of batch-0. That is `backwards` in `pipeline.alternate`:
+# One detail of the order. If batch-0 has no CPU decodes, batch-1 goes *first* in each turn, so that the CPU starts before
+# anything of batch-0, and batch-0 goes through a whole layer while it is at it. That is `order` in `pipeline.alternate`:
 
 
 # %%
@@ -545,9 +545,9 @@ def toy(name):
         yield
 
 
-for backwards in (False, True):
-    pipeline.alternate([toy("batch-0"), toy("batch-1")], backwards)
-    print("| backwards" if backwards else "|")
+for turn in ([0, 1], [1, 0]):
+    finished(pipeline.alternate([toy("batch-0"), toy("batch-1")], turn))
+    print("|", turn)
 
 # %% [markdown]
 # ## 6. KV leaves layer by layer
@@ -650,14 +650,15 @@ for name, dials in {"two sets": {}, "two sets, a late CPU": dict(late_s=2e-3), "
 #
 # Python enqueues; it never waits. But enqueueing thousands of kernels takes time too, and where an iteration is shorter
 # than that, the GPU waits for Python. A *CUDA graph* is the list of what was enqueued, captured once and launched at
-# once. Since every address in it is fixed, decode-only iterations are captured, one graph for each combination of sizes
-# (`graphs.py`), and those with prefills or swaps run eagerly.
+# once. Since every address in it is fixed, decode-only iterations are captured, for each combination of sizes anew
+# (`graphs.py`), and those with prefills or swaps run eagerly. An iteration is cut into three graphs, so that the GPU starts
+# as soon as the numbers of the first sub-batch are there: while it is at the first layer, Python works out the other's.
 #
 # The CPU has a launch cost as well. A host node runs when all before it is done, and until the driver has woken up for it
 # 40 to 80 us pass; in 32 layers, that is more than a millisecond. So the nodes here start ahead of their data, and look at
 # a word in pinned memory, which the GPU sets behind its copy of q, k and v; the GPU waits for a second word before it
-# copies the output back (`host_nodes.py`, and `neo_calls` in `kernels/attention.h`). A graph has one such node beside it
-# for all of its layers.
+# copies the output back (`host_nodes.py`, and `neo_calls` in `kernels/attention.h`). An iteration of graphs has one such
+# node beside it for all of its layers.
 #
 # The recordings tell what graphs save, and what recording a timeline costs:
 

@@ -286,6 +286,35 @@ def test_an_iteration_that_breaks_off_between_a_call_and_its_result_leaves_no_tr
     assert second.output == hf_greedy(hf, [3, 4, 5], 24)[0]
 
 
+@new_gpu
+@pytest.mark.parametrize("early", [True, False], ids=["early nodes", "plain nodes"])
+@pytest.mark.parametrize("mode", ["gpu-only", "asymmetric"])
+def test_an_interrupt_amid_a_capture_loses_nothing(tmp_path, monkeypatch, mode, early):
+    monkeypatch.setattr("neo_lite.streams.has_stream_words", lambda: early)
+    monkeypatch.setattr("neo_lite.graphs.EAGER", 1)
+    hf = tiny_folder(tmp_path, {"num_hidden_layers": 6})
+    prompts = [[3, 4, 5], [6, 7], [8], [9, 10]]
+    engine = build_engine(load(tmp_path, "cuda"), mode=mode, gpu_kv_tokens=160 if mode == "gpu-only" else 64)
+    engine.timeline.enabled = False
+    requests = [engine.add(p, SamplingParams(24, ignore_eos=True)) for p in prompts]
+    model, inner, interrupts = engine.executor.model, engine.executor.model.post_attention, []
+
+    def interrupted(layer, *rest):
+        if torch.cuda.is_current_stream_capturing() and layer == 4 and len(interrupts) < 2:
+            interrupts.append(layer)
+            raise KeyboardInterrupt
+        return inner(layer, *rest)
+
+    monkeypatch.setattr(model, "post_attention", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    engine.run()
+    assert [r.output for r in requests] == [hf_greedy(hf, p, 24)[0] for p in prompts]
+    assert engine.executor.graphs.captured
+
+
 DEVICE_ASSERT = "torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')]"
 ILLEGAL_ACCESS = "write[(1,)](torch.zeros(1, device='cuda'), 1 << 42)"
 PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 from contextlib import nullcontext
@@ -106,6 +107,24 @@ class Device:
         for thread in self.threads:
             thread.join(DEADLINE_S)
             assert not thread.is_alive(), "a node waits for a word that never comes"
+
+
+def test_where_another_engine_has_nodes_a_replay_launches_its_own_after_all_graphs(monkeypatch):  # type: ignore[no-untyped-def]
+    device, other = Device(monkeypatch), object.__new__(EarlyNodes)
+    monkeypatch.setattr(EarlyNodes, "alive", {device.nodes})
+    order: list[str] = []
+    launch = device.launch
+    monkeypatch.setattr(host_nodes, "launch_host", lambda *given: (order.append("node"), launch(*given)))
+    inputs = case(SPEC, [5])
+    calls = [load_kernel(SPEC).args(*inputs, torch.empty_like(inputs[0]), num_threads=1)]
+    for alive in ({device.nodes}, {device.nodes, other}):
+        monkeypatch.setattr(EarlyNodes, "alive", alive)
+        device.nodes.replay(
+            [device.replay, lambda: order.append(f"rest, collecting: {gc.isenabled()}")], calls, ahead=1
+        )
+        device.nodes.finish()
+        device.launched = 0
+    assert order == ["node", "rest, collecting: False", "rest, collecting: False", "node"] and gc.isenabled()
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
