@@ -149,12 +149,18 @@ def cpu_name() -> str:
 
 
 def code_version() -> str:
-    """The commit (with -dirty if files differ from it) in a checkout, else the version and a hash of the sources."""
+    """The commit (with -dirty if files differ from it) in a checkout, else `sources_version`."""
     folder = Path(__file__).parent.parent
     commit = _run("git", "-C", str(folder), "describe", "--always", "--dirty") if (folder / ".git").exists() else ""
-    sources = sorted([*Path(__file__).parent.glob("*.py"), *folder.glob("kernels/*")])
+    return commit or sources_version()
+
+
+def sources_version() -> str:
+    """The version and a hash of the sources, which tells apart two edits of one commit, too."""
+    folder = Path(__file__).parent
+    sources = sorted([*folder.glob("*.py"), *folder.parent.glob("kernels/*")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()
-    return commit or f"{importlib.import_module('neo_lite').__version__}, sources {digest[:12]}"
+    return f"{importlib.import_module('neo_lite').__version__}, sources {digest[:12]}"
 
 
 def _version(package: str) -> str:
