@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -104,9 +105,8 @@ def _compiler(cxx: str) -> str:
 def _cpu_flags() -> str:
     """What the processor can do: a build for one machine may die of illegal instructions on another."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return " ".join(sorted(line.split(":", 1)[1].split()))
+        if match := re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return " ".join(sorted(match[1].split()))
     return platform.machine() + platform.processor()
 
 
@@ -118,10 +118,9 @@ def _flags(defines: Sequence[str]) -> list[str]:
 def _openmp_library() -> Path | None:
     """The OpenMP runtime that torch has loaded: a second one would bring a second team of threads."""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        for path in sorted({Path(line.split(maxsplit=5)[5]) for line in lines if "omp" in line}):
-            if path.name.startswith(("libgomp", "libiomp5")):  # libiomp5 has libgomp's entry points as well
-                return path
+        # libiomp5 has libgomp's entry points as well
+        if paths := re.findall(r"/.*/lib(?:gomp|iomp5)[^/\n]*$", Path("/proc/self/maps").read_text(), re.MULTILINE):
+            return Path(min(paths))
     dylib = Path(torch.__file__).parent / "lib" / "libomp.dylib"
     return dylib if dylib.is_file() else None
 
@@ -141,7 +140,7 @@ def _openmp_flags() -> Iterator[tuple[list[str], list[str]]]:
 
 
 def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
-    """Builds into `folder`: library.so, and build.json last, whose presence says that the build is whole."""
+    """Builds into `folder`: build.json, and library.so last, whose presence says that the build is whole."""
     shutil.rmtree(folder, ignore_errors=True)  # what a killed build left, torch's lock file included
     folder.mkdir(parents=True)
     print(f"neo_lite: compiling {source.name} {' '.join(defines)} (once)", file=sys.stderr, flush=True)
@@ -155,10 +154,9 @@ def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
                 if list(Path(work).glob("*.o")):
                     continue  # compiled, but this OpenMP runtime does not link
                 raise _build_error(source, folder, str(error)) from None
+            about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
+            (folder / "build.json").write_text(json.dumps(about))
             os.replace(library, folder / "library.so")
-        about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
-        (folder / "build.part").write_text(json.dumps(about))
-        os.replace(folder / "build.part", folder / "build.json")
         return
     raise NeoLiteError(f"{source}: compiles but does not link with {_cxx()}; is its C++ runtime installed?")
 
