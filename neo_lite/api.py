@@ -60,10 +60,9 @@ def load_model(name: str = "smollm2", device: str = "auto", dtype: str = "auto",
     free = torch.cuda.mem_get_info(target)[0] if target.type == "cuda" else None
     shape = shard.config if shard and free else checkpoint.config  # all ranks of a host share its memory
     machine.check_memory(shape.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
-    tokenizer = checkpoint.tokenizer()  # before the weights, which may take minutes
-    model = Llama(checkpoint.config, kind, target, shard).load(checkpoint)
-    model.tokenizer = tokenizer
-    return model
+    model = Llama(checkpoint.config, kind, target, shard)
+    model.tokenizer = checkpoint.tokenizer()  # before the weights, which may take minutes
+    return model.load(checkpoint)
 
 
 def build_engine(
