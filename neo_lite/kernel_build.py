@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from neo_lite.config import NeoLiteError
-from neo_lite.machine import cache_folder
+from neo_lite.machine import cache_folder, read_text
 
 _HERE = Path(__file__).resolve().parent
 KERNELS_DIR = _HERE / "kernels" if (_HERE / "kernels").is_dir() else _HERE.parent / "kernels"
@@ -104,10 +104,8 @@ def _compiler(cxx: str) -> str:
 @functools.cache
 def _cpu_flags() -> str:
     """What the processor can do: a build for one machine may die of illegal instructions on another."""
-    with contextlib.suppress(OSError):
-        if match := re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return " ".join(sorted(match[1].split()))
-    return platform.machine() + platform.processor()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)", read_text("proc/cpuinfo"), re.MULTILINE)
+    return " ".join(sorted(match[1].split())) if match else platform.machine() + platform.processor()
 
 
 def _flags(defines: Sequence[str]) -> list[str]:
@@ -117,10 +115,9 @@ def _flags(defines: Sequence[str]) -> list[str]:
 
 def _openmp_library() -> Path | None:
     """The OpenMP runtime that torch has loaded: a second one would bring a second team of threads."""
-    with contextlib.suppress(OSError):
-        # libiomp5 has libgomp's entry points as well
-        if paths := re.findall(r"/.*/lib(?:gomp|iomp5)[^/\n]*$", Path("/proc/self/maps").read_text(), re.MULTILINE):
-            return Path(min(paths))
+    # libiomp5 has libgomp's entry points as well
+    if paths := re.findall(r"/.*/lib(?:gomp|iomp5)[^/\n]*$", read_text("proc/self/maps"), re.MULTILINE):
+        return Path(min(paths))
     dylib = Path(torch.__file__).parent / "lib" / "libomp.dylib"
     return dylib if dylib.is_file() else None
 

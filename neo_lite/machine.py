@@ -91,7 +91,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def _read(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
+    """What the kernel says in a file of /proc or /sys; empty where it says nothing."""
     try:
         return (ROOT / path).read_text(errors="replace")
     except OSError:
@@ -100,14 +101,14 @@ def _read(path: str | Path) -> str:
 
 def _proc_bytes(name: str, path: str) -> int | None:
     """The bytes in a line such as "MemAvailable:   16384 kB"."""
-    match = re.search(rf"{name}:\s+(\d+) kB", _read(path))
+    match = re.search(rf"{name}:\s+(\d+) kB", read_text(path))
     return int(match[1]) * 1024 if match else None
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
     """This process's cgroup and all its ancestors, v1 or v2: a limit on any of them holds. The path in
     /proc/self/cgroup may be the host's and not exist inside a container, whose own group is then the mount's root."""
-    for line in _read("proc/self/cgroup").splitlines() or ["0::/"]:
+    for line in read_text("proc/self/cgroup").splitlines() or ["0::/"]:
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
             mount = Path("sys/fs/cgroup") / ("" if number == "0" else controller)
@@ -118,8 +119,8 @@ def _cgroups(controller: str) -> Iterator[Path]:
 def _cpu_quotas() -> Iterator[float]:
     """Cores allowed by each cgroup that sets a quota (v2 cpu.max: "150000 100000"; v1: two files; "max", -1: none)."""
     for folder in _cgroups("cpu"):
-        words = _read(folder / "cpu.max").split()
-        words = words or [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        words = read_text(folder / "cpu.max").split()
+        words = words or [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
             yield int(words[0]) / int(words[1])
 
@@ -127,10 +128,10 @@ def _cpu_quotas() -> Iterator[float]:
 def _cgroup_memory_left() -> Iterator[int]:
     """Bytes each cgroup with a limit still allows; its page cache that can be dropped does not count as used."""
     for folder in _cgroups("memory"):
-        limit = (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
-        usage = (_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")).strip()
+        limit = (read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")).strip()
+        usage = (read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")).strip()
         if limit.isdigit() and usage.isdigit():
-            cache = re.findall(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            cache = re.findall(r"^(?:total_)?inactive_file (\d+)", read_text(folder / "memory.stat"), re.MULTILINE)
             yield int(limit) - int(usage) + max(map(int, cache), default=0)
 
 
@@ -144,7 +145,7 @@ def _run(*command: str) -> str:
 
 
 def cpu_name() -> str:
-    match = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", _read("proc/cpuinfo"), re.MULTILINE)
+    match = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", read_text("proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else _run("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
 
 
@@ -223,8 +224,8 @@ def last_level_cache_bytes() -> int:
     caches: dict[str, int] = {}
     for core in _affinity():
         folder = f"sys/devices/system/cpu/cpu{core}/cache/index3"
-        if match := re.match(r"(\d+)K", _read(f"{folder}/size")):
-            caches[_read(f"{folder}/shared_cpu_list")] = int(match[1]) * 1024
+        if match := re.match(r"(\d+)K", read_text(f"{folder}/size")):
+            caches[read_text(f"{folder}/shared_cpu_list")] = int(match[1]) * 1024
     return sum(caches.values()) or 32 << 20
 
 
