@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -144,7 +143,7 @@ def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
     for cflags, ldflags in _openmp_flags():
         flags = [*_flags(defines), *cflags]
         slim = ["-Wl,--as-needed"] if sys.platform == "linux" else []  # not linked with all of torch
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as work:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="neo_", ignore_cleanup_errors=True) as work:
             try:
                 library = _run_build(source, Path(work), flags, [*slim, *ldflags])
             except (RuntimeError, OSError) as error:
@@ -159,38 +158,35 @@ def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
 
 
 def _run_build(source: Path, folder: Path, cflags: list[str], ldflags: list[str]) -> Path:
-    """One compilation in an empty folder; the library's path."""
-    # its warning that a CUDA toolkit has no GPU is no business of a CPU kernel
+    """One compilation in an empty folder, whose name torch has not seen: it builds no name twice. The library's path."""
+    # its warnings, of a CUDA toolkit without a GPU and of unusual compilers, are no business of a CPU kernel
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils import cpp_extension
 
-    name = f"neo_{source.stem}_{time.monotonic_ns()}"  # torch refuses to rebuild a name that it has seen
-    with _build_environment():
+    with _ninja_on_path():
         cpp_extension.load(
-            name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, extra_include_paths=[str(KERNELS_DIR)],
+            folder.name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, extra_include_paths=[str(KERNELS_DIR)],
             build_directory=str(folder), with_cuda=False, is_python_module=False,
         )  # fmt: skip
-    return folder / f"{name}.so"
+    return folder / f"{folder.name}.so"
 
 
 @contextlib.contextmanager
-def _build_environment() -> Iterator[None]:
-    """ninja on PATH even where only `.venv/bin/python` was called, and torch's opinion of compilers kept to itself."""
-    flag = "TORCH_DONT_CHECK_COMPILER_ABI"
+def _ninja_on_path() -> Iterator[None]:
+    """Even where only `.venv/bin/python` was called."""
     with _environment:
-        before = {"PATH": os.environ.get("PATH", os.defpath), flag: os.environ.get(flag, "0")}
-        path = before["PATH"]
+        before = path = os.environ.get("PATH", os.defpath)
         with contextlib.suppress(ImportError):
             import ninja
 
             path = os.pathsep.join([ninja.BIN_DIR, path])
         if not shutil.which("ninja", path=path):
             raise CompilerMissing("ninja is missing, which builds the CPU kernels: pip install ninja")
-        os.environ.update({"PATH": path, flag: "1"})
+        os.environ["PATH"] = path
         try:
             yield
         finally:
-            os.environ.update(before)
+            os.environ["PATH"] = before
 
 
 def _build_error(source: Path, folder: Path, log: str) -> NeoLiteError:
