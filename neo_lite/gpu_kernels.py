@@ -157,11 +157,10 @@ def paged_decode(
     step = min(block, tile)
     taken = next(n for n in (4, 2, 1) if heads % n == 0 and (n * group <= 16 and n * step <= tile or n == 1))
     splits = max(1, -(-PROGRAMS_PER_SM * multiprocessors() * taken // (count * heads)))
-    result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    result = q.new_empty(q.shape)
     out = maxima = sums = result
     if splits > 1:
-        places = count * q_heads * splits
-        out, maxima, sums = (torch.empty(places, n, dtype=torch.float32, device=q.device) for n in (dim, 1, 1))
+        out, maxima, sums = (q.new_empty(count * q_heads * splits, n, dtype=torch.float32) for n in (dim, 1, 1))
     sizes = dict(DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), LEAST=LEAST, STEP=step)
     _attend[(heads // taken, count, splits)](
         q, k_cache, v_cache, block_table, seq_lens, out, maxima, sums, result, q.stride(0) // dim, block_table.stride(0), splits,
@@ -220,7 +219,7 @@ def _swiglu(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):  # type: 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`model.swiglu`: [tokens, 2 * inner] -> [tokens, inner]."""
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty(tokens, inner)
     _swiglu[(tokens, triton.cdiv(inner, 1024))](gate_up, out, INNER=inner, BLOCK=1024)
     return out
 
