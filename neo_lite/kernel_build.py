@@ -15,20 +15,20 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from neo_lite.config import NeoLiteError
-from neo_lite.machine import cache_folder
+from neo_lite.machine import cache_folder, read_text
 
 _HERE = Path(__file__).resolve().parent
 KERNELS_DIR = _HERE / "kernels" if (_HERE / "kernels").is_dir() else _HERE.parent / "kernels"
@@ -103,11 +103,8 @@ def _compiler(cxx: str) -> str:
 @functools.cache
 def _cpu_flags() -> str:
     """What the processor can do: a build for one machine may die of illegal instructions on another."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return " ".join(sorted(line.split(":", 1)[1].split()))
-    return platform.machine() + platform.processor()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)", read_text("proc/cpuinfo"), re.MULTILINE)
+    return " ".join(sorted(match[1].split())) if match else platform.machine() + platform.processor()
 
 
 def _flags(defines: Sequence[str]) -> list[str]:
@@ -117,11 +114,9 @@ def _flags(defines: Sequence[str]) -> list[str]:
 
 def _openmp_library() -> Path | None:
     """The OpenMP runtime that torch has loaded: a second one would bring a second team of threads."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        for path in sorted({Path(line.split(maxsplit=5)[5]) for line in lines if "omp" in line}):
-            if path.name.startswith(("libgomp", "libiomp5")):  # libiomp5 has libgomp's entry points as well
-                return path
+    # libiomp5 has libgomp's entry points as well
+    if paths := re.findall(r"/.*/lib(?:gomp|iomp5)[^/\n]*$", read_text("proc/self/maps"), re.MULTILINE):
+        return Path(min(paths))
     dylib = Path(torch.__file__).parent / "lib" / "libomp.dylib"
     return dylib if dylib.is_file() else None
 
@@ -141,61 +136,57 @@ def _openmp_flags() -> Iterator[tuple[list[str], list[str]]]:
 
 
 def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
-    """Builds into `folder`: library.so, and build.json last, whose presence says that the build is whole."""
+    """Builds into `folder`: build.json, and library.so last, whose presence says that the build is whole."""
     shutil.rmtree(folder, ignore_errors=True)  # what a killed build left, torch's lock file included
     folder.mkdir(parents=True)
     print(f"neo_lite: compiling {source.name} {' '.join(defines)} (once)", file=sys.stderr, flush=True)
     for cflags, ldflags in _openmp_flags():
         flags = [*_flags(defines), *cflags]
         slim = ["-Wl,--as-needed"] if sys.platform == "linux" else []  # not linked with all of torch
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as work:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="neo_", ignore_cleanup_errors=True) as work:
             try:
                 library = _run_build(source, Path(work), flags, [*slim, *ldflags])
             except (RuntimeError, OSError) as error:
                 if list(Path(work).glob("*.o")):
                     continue  # compiled, but this OpenMP runtime does not link
                 raise _build_error(source, folder, str(error)) from None
+            about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
+            (folder / "build.json").write_text(json.dumps(about))
             os.replace(library, folder / "library.so")
-        about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
-        (folder / "build.part").write_text(json.dumps(about))
-        os.replace(folder / "build.part", folder / "build.json")
         return
     raise NeoLiteError(f"{source}: compiles but does not link with {_cxx()}; is its C++ runtime installed?")
 
 
 def _run_build(source: Path, folder: Path, cflags: list[str], ldflags: list[str]) -> Path:
-    """One compilation in an empty folder; the library's path."""
-    # its warning that a CUDA toolkit has no GPU is no business of a CPU kernel
+    """One compilation in an empty folder, whose name torch has not seen: it builds no name twice. The library's path."""
+    # its warnings, of a CUDA toolkit without a GPU and of unusual compilers, are no business of a CPU kernel
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils import cpp_extension
 
-    name = f"neo_{source.stem}_{time.monotonic_ns()}"  # torch refuses to rebuild a name that it has seen
-    with _build_environment():
+    with _ninja_on_path():
         cpp_extension.load(
-            name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, extra_include_paths=[str(KERNELS_DIR)],
+            folder.name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, extra_include_paths=[str(KERNELS_DIR)],
             build_directory=str(folder), with_cuda=False, is_python_module=False,
         )  # fmt: skip
-    return folder / f"{name}.so"
+    return folder / f"{folder.name}.so"
 
 
 @contextlib.contextmanager
-def _build_environment() -> Iterator[None]:
-    """ninja on PATH even where only `.venv/bin/python` was called, and torch's opinion of compilers kept to itself."""
-    flag = "TORCH_DONT_CHECK_COMPILER_ABI"
+def _ninja_on_path() -> Iterator[None]:
+    """Even where only `.venv/bin/python` was called."""
     with _environment:
-        before = {"PATH": os.environ.get("PATH", os.defpath), flag: os.environ.get(flag, "0")}
-        path = before["PATH"]
+        before = path = os.environ.get("PATH", os.defpath)
         with contextlib.suppress(ImportError):
             import ninja
 
             path = os.pathsep.join([ninja.BIN_DIR, path])
         if not shutil.which("ninja", path=path):
             raise CompilerMissing("ninja is missing, which builds the CPU kernels: pip install ninja")
-        os.environ.update({"PATH": path, flag: "1"})
+        os.environ["PATH"] = path
         try:
             yield
         finally:
-            os.environ.update(before)
+            os.environ["PATH"] = before
 
 
 def _build_error(source: Path, folder: Path, log: str) -> NeoLiteError:

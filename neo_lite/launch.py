@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import io
 import os
 import shlex
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import neo_lite
 from neo_lite.config import NeoLiteError
+from neo_lite.machine import sources_version
 from neo_lite.parallel import GRACE_S, Ranks, follow
 
 
@@ -35,9 +33,7 @@ def run(args: argparse.Namespace, command: Callable[..., int]) -> int:
         return command(args)
     if args.executor == "ray":
         return on_ray(args)
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    version = f"{neo_lite.__version__}, sources {hashlib.sha256(sources).hexdigest()[:12]}"
-    identity = {"neo_lite": version, "torch": torch.__version__}
+    identity = {"neo_lite": sources_version(), "torch": torch.__version__}
     identity |= {name: value for name, value in vars(args).items() if not callable(value)}
     try:
         with contextlib.closing(Ranks(args.device, identity)) as ranks:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
-import importlib
 import importlib.metadata
 import math
 import os
@@ -18,7 +17,8 @@ import re
 import shlex
 import shutil
 import subprocess
-import time
+import timeit
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,13 @@ def cache_folder() -> Path:
 
 def usable_cores() -> int:
     """Cores this process may use: the least of os.cpu_count, the affinity mask and the cgroups' quotas (rounded up)."""
-    cores = [os.cpu_count() or 1]
-    if hasattr(os, "sched_getaffinity"):
-        cores.append(len(os.sched_getaffinity(0)))
-    return max(1, min(cores + [math.ceil(quota) for quota in _cpu_quotas()]))
+    cores = os.cpu_count() or 1
+    return max(1, min(cores, len(_affinity()) or cores, *map(math.ceil, _cpu_quotas())))
+
+
+def _affinity() -> set[int]:
+    """The cores that the affinity mask allows; none where there is no such mask (macOS)."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def available_memory_bytes() -> int:
@@ -52,8 +55,7 @@ def available_memory_bytes() -> int:
     There $NEO_LITE_HOST_MEMORY_GIB, the memory that this process may hold in all, tells the truth and replaces both.
     macOS: three quarters of the physical memory (it has no MemAvailable; the rest is the system's).
     """
-    override = os.environ.get("NEO_LITE_HOST_MEMORY_GIB")
-    if override:
+    if override := os.environ.get("NEO_LITE_HOST_MEMORY_GIB"):
         if not re.fullmatch(r"\d{1,9}(\.\d*)?", override) or not float(override):
             raise NeoLiteError(f"NEO_LITE_HOST_MEMORY_GIB is {override!r}: give a number of GiB above 0")
         return max(0, int(float(override) * GIB) - (_proc_bytes("VmRSS", "proc/self/status") or 0))
@@ -89,7 +91,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def _read(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
+    """What the kernel says in a file of /proc or /sys; empty where it says nothing."""
     try:
         return (ROOT / path).read_text(errors="replace")
     except OSError:
@@ -98,44 +101,38 @@ def _read(path: str | Path) -> str:
 
 def _proc_bytes(name: str, path: str) -> int | None:
     """The bytes in a line such as "MemAvailable:   16384 kB"."""
-    match = re.search(rf"{name}:\s+(\d+) kB", _read(path))
+    match = re.search(rf"{name}:\s+(\d+) kB", read_text(path))
     return int(match[1]) * 1024 if match else None
 
 
-def _cgroups(controller: str) -> list[Path]:
+def _cgroups(controller: str) -> Iterator[Path]:
     """This process's cgroup and all its ancestors, v1 or v2: a limit on any of them holds. The path in
     /proc/self/cgroup may be the host's and not exist inside a container, whose own group is then the mount's root."""
-    folders = []
-    for line in _read("proc/self/cgroup").splitlines() or ["0::/"]:
+    for line in read_text("proc/self/cgroup").splitlines() or ["0::/"]:
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
             mount = Path("sys/fs/cgroup") / ("" if number == "0" else controller)
             parts = [part for part in path.split("/") if part and part != ".."]
-            folders += [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-    return folders
+            yield from (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
-def _cpu_quotas() -> list[float]:
+def _cpu_quotas() -> Iterator[float]:
     """Cores allowed by each cgroup that sets a quota (v2 cpu.max: "150000 100000"; v1: two files; "max", -1: none)."""
-    quotas = []
     for folder in _cgroups("cpu"):
-        words = _read(folder / "cpu.max").split()
-        words = words or [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        words = read_text(folder / "cpu.max").split()
+        words = words or [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
-            quotas.append(int(words[0]) / int(words[1]))
-    return quotas
+            yield int(words[0]) / int(words[1])
 
 
-def _cgroup_memory_left() -> list[int]:
+def _cgroup_memory_left() -> Iterator[int]:
     """Bytes each cgroup with a limit still allows; its page cache that can be dropped does not count as used."""
-    left = []
     for folder in _cgroups("memory"):
-        limit = (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
-        usage = (_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")).strip()
+        limit = (read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")).strip()
+        usage = (read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")).strip()
         if limit.isdigit() and usage.isdigit():
-            cache = re.findall(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-            left.append(int(limit) - int(usage) + max(map(int, cache), default=0))
-    return left
+            cache = re.findall(r"^(?:total_)?inactive_file (\d+)", read_text(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit) - int(usage) + max(map(int, cache), default=0)
 
 
 def _run(*command: str) -> str:
@@ -148,17 +145,23 @@ def _run(*command: str) -> str:
 
 
 def cpu_name() -> str:
-    match = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", _read("proc/cpuinfo"), re.MULTILINE)
+    match = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", read_text("proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else _run("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
 
 
 def code_version() -> str:
-    """The commit (with -dirty if files differ from it) in a checkout, else the version and a hash of the sources."""
+    """The commit (with -dirty if files differ from it) in a checkout, else `sources_version`."""
     folder = Path(__file__).parent.parent
     commit = _run("git", "-C", str(folder), "describe", "--always", "--dirty") if (folder / ".git").exists() else ""
-    sources = sorted([*Path(__file__).parent.glob("*.py"), *folder.glob("kernels/*")])
+    return commit or sources_version()
+
+
+def sources_version() -> str:
+    """The version and a hash of the sources, which tells apart two edits of one commit, too."""
+    folder = Path(__file__).parent
+    sources = sorted([*folder.glob("*.py"), *folder.parent.glob("kernels/*")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()
-    return commit or f"{importlib.import_module('neo_lite').__version__}, sources {digest[:12]}"
+    return f"{importlib.import_module('neo_lite').__version__}, sources {digest[:12]}"
 
 
 def _version(package: str) -> str:
@@ -207,13 +210,10 @@ def measure_read_bandwidth(threads: int = 0, repeats: int = 5) -> dict[str, Any]
     if torch is None:
         return {"gb_per_s": None, "method": "not measured: torch is not installed"}
     size = min(max(4 * last_level_cache_bytes(), GIB // 4), GIB, available_memory_bytes() // 4)
-    threads, before, times_s = threads or usable_cores(), torch.get_num_threads(), []
+    threads, before = threads or usable_cores(), torch.get_num_threads()
     torch.set_num_threads(threads)
     buffer = torch.ones(size // 4, dtype=torch.float32)  # ones: untouched zeros would all be one cached page
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        buffer.sum()
-        times_s.append(time.perf_counter() - start_s)
+    times_s = timeit.repeat(buffer.sum, number=1, repeat=repeats)
     torch.set_num_threads(before)
     speed = round(buffer.nbytes / min(times_s) / 1e9, 1)
     return {"gb_per_s": speed, "method": "torch sum, fp32", "threads": threads, "bytes": buffer.nbytes}
@@ -222,19 +222,18 @@ def measure_read_bandwidth(threads: int = 0, repeats: int = 5) -> dict[str, Any]
 def last_level_cache_bytes() -> int:
     """Of all cores that this process may use: each of their last-level caches once; 32 MiB where sysfs does not tell."""
     caches: dict[str, int] = {}
-    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}:
+    for core in _affinity():
         folder = f"sys/devices/system/cpu/cpu{core}/cache/index3"
-        if match := re.match(r"(\d+)K", _read(f"{folder}/size")):
-            caches[_read(f"{folder}/shared_cpu_list")] = int(match[1]) * 1024
+        if match := re.match(r"(\d+)K", read_text(f"{folder}/size")):
+            caches[read_text(f"{folder}/shared_cpu_list")] = int(match[1]) * 1024
     return sum(caches.values()) or 32 << 20
 
 
 def command_line(name: str, args: argparse.Namespace, launcher: str = "") -> str:
     """The command that gives these settings, for results to name; what only says how to print is left out."""
-    values = (
-        (k.replace("_", "-"), v) for k, v in vars(args).items() if k not in ("command", "json", "trace") and v != ""
-    )
-    return f"python -m {launcher}neo_lite {name} " + " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in values)
+    shown = {k: v for k, v in vars(args).items() if k not in ("command", "json", "trace") and v != ""}
+    options = " ".join(f"--{k.replace('_', '-')} {shlex.quote(str(v))}" for k, v in shown.items())
+    return f"python -m {launcher}neo_lite {name} {options}"
 
 
 def compiler() -> str | None:
@@ -258,7 +257,7 @@ def kernel_build() -> str:
 
 def env_report() -> dict[str, Any]:
     """Everything `python -m neo_lite env` prints; plain values for JSON."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    affinity = len(_affinity()) or None
     report = {
         **stamp(),
         "cores": {"cpu_count": os.cpu_count(), "affinity": affinity, "cgroup_quota": min(_cpu_quotas(), default=None)},

@@ -109,10 +109,10 @@ class Shard:
         mine = (local >= 0) & (local < len(embedding))
         return self.all_reduce(F.embedding(local.where(mine, 0), embedding).masked_fill_(~mine[:, None], 0))
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The sum over all ranks (or their maximum), in place."""
         with self.ranks.collective():
-            dist.all_reduce(x)
+            dist.all_reduce(x, op)
         return x
 
     def all_gather(self, logits: Tensor) -> Tensor:
@@ -126,9 +126,7 @@ class Shard:
     def slowest(self, seconds: float) -> float:
         """The longest of all ranks' times, the same on each: they wait for one another, and decide alike."""
         x = torch.tensor(seconds, dtype=torch.float64, device=self.ranks.device)
-        with self.ranks.collective():
-            dist.all_reduce(x, op=dist.ReduceOp.MAX)
-        return float(x)
+        return float(self.all_reduce(x, dist.ReduceOp.MAX))
 
     def pipeline(self, model: Llama, config: EngineConfig, timeline: Timeline) -> RankPipeline:
         """This rank's pipeline, with pools of its own and its share of the host's threads. `config` counts tokens of
@@ -150,12 +148,8 @@ class Shard:
 class RankPipeline(Pipeline):
     """The pipeline of one rank. Rank 0's sends each plan to the others before it runs it."""
 
-    @property
-    def ranks(self) -> Ranks:
-        return cast(Shard, self.model.shard).ranks
-
     def run(self, plan: IterationPlan) -> dict[int, int]:
-        ranks = self.ranks
+        ranks = cast(Shard, self.model.shard).ranks
         ranks.check()
         try:
             ranks.tell("plan", self.timeline.enabled, pack(plan))
@@ -202,7 +196,6 @@ def follow(ranks: Ranks) -> int:
     """Every rank but 0: builds what rank 0 builds and runs its plans, until it says that this is all."""
     model: Any = None
     pipeline: Any = None
-    what = ""
     try:
         while (message := ranks.receive()) is not None:
             kind, *rest = message
@@ -292,11 +285,9 @@ class Ranks:
     def tell(self, *message: Any) -> None:
         """From rank 0 to all others, which take it up by `receive`; nothing at all is the end. On those it does nothing."""
         data = pickle.dumps(message or None)
-        try:
+        with self.collective():
             for connection in () if self.rank else self.peers.values():
                 connection.send_bytes(data)
-        except OSError as error:
-            raise PeerLost(self.why(error)) from error
 
     def receive(self) -> Any:
         try:
@@ -306,10 +297,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around each collective: an error in it comes from the loss of another rank."""
+        """Around whatever needs the other ranks: an error in it comes from the loss of one."""
         try:
             yield
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise PeerLost(self.why(error)) from error
 
     def why(self, error: object) -> str:

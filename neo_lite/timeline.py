@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,12 +37,12 @@ class Event:
         return self.end_s - self.start_s
 
 
+@dataclass(eq=False)
 class Timeline:
     """A list of events that costs nothing while it is not enabled."""
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
-        self.events: list[Event] = []
+    enabled: bool = True
+    events: list[Event] = field(default_factory=list)
 
     def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         if self.enabled:
@@ -56,9 +57,7 @@ class Timeline:
 
     def between(self, start_s: float, end_s: float) -> Timeline:
         """The events that lie in a window, as a timeline of their own."""
-        part = Timeline()
-        part.events = [e for e in self.events if e.end_s > start_s and e.start_s < end_s]
-        return part
+        return Timeline(events=[e for e in self.events if e.end_s > start_s and e.start_s < end_s])
 
     @property
     def span_s(self) -> tuple[float, float]:
@@ -126,28 +125,19 @@ class Timeline:
     def plot(self, ax: Any, legend: bool = True) -> None:
         """Draws on a matplotlib axis: time in ms, one row a lane; batch-1 is hatched."""
         start, lanes = self.span_s[0], self.lanes()
-        kinds = sorted({(e.lane, e.name, e.args.get("batch") == 1) for e in self.events})
-        for lane, name, second in kinds:
-            bars = [
-                ((e.start_s - start) * 1e3, e.duration_s * 1e3)
-                for e in self.events
-                if (e.lane, e.name, e.args.get("batch") == 1) == (lane, name, second)
-            ]
+        bars = defaultdict(list)
+        for e in self.events:
+            bars[e.lane, e.name, e.args.get("batch") == 1].append(((e.start_s - start) * 1e3, e.duration_s * 1e3))
+        for lane, name, second in sorted(bars):
             colour = COLOURS.get(name, "#888")
             look = {"label": name, "facecolors": colour, "edgecolor": colour, "linewidth": 0.6}  # copies of 10 us show
             if second and lane in ("gpu", "cpu"):
                 look |= {"hatch": "////", "edgecolor": "white", "linewidth": 0}
-            ax.broken_barh(bars, (lanes.index(lane) - 0.4, 0.8), **look)
+            ax.broken_barh(bars[lane, name, second], (lanes.index(lane) - 0.4, 0.8), **look)
         ax.set_yticks(range(len(lanes)), lanes)
         ax.invert_yaxis()
         ax.set_xlabel("ms")
         if legend:
             entries = dict(zip(*reversed(ax.get_legend_handles_labels())))
-            ax.legend(
-                entries.values(),
-                entries.keys(),
-                loc="upper center",
-                bbox_to_anchor=(0.5, -0.25),
-                ncols=6,
-                frameon=False,
-            )
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.25)}
+            ax.legend(entries.values(), entries.keys(), ncols=6, frameon=False, **below)
