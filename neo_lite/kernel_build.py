@@ -165,8 +165,8 @@ def _run_build(source: Path, folder: Path, cflags: list[str], ldflags: list[str]
 
     with _ninja_on_path():
         cpp_extension.load(
-            folder.name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, extra_include_paths=[str(KERNELS_DIR)],
-            build_directory=str(folder), with_cuda=False, is_python_module=False,
+            folder.name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, build_directory=str(folder),
+            extra_include_paths=[str(KERNELS_DIR)], with_cuda=False, is_python_module=False,
         )  # fmt: skip
     return folder / f"{folder.name}.so"
 
