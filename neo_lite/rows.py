@@ -65,11 +65,10 @@ class Rows:
     to_gpu: Stored
 
     def fill(self, new: Numbers) -> None:
-        """Takes over another iteration's numbers; sizes and widths are the same. No copy of an earlier iteration may be under
-        way."""
+        """Takes over another iteration's numbers; sizes and widths are the same."""
         _pack(new.arrays, self.on_host)
         if self.numbers is not self.on_host:
-            self.numbers.copy_(self.on_host, non_blocking=True)
+            self.numbers.copy_(self.on_host, non_blocking=True)  # the driver keeps what it has not sent yet
         view = self.cpu_decodes.view
         view.seq_lens.numpy()[:], view.block_table.numpy()[:] = new.lens, new.table
 
@@ -146,11 +145,13 @@ def view_of(works: tuple[Work, ...], device: torch.device) -> View:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32 arrays, side by side in one tensor: on the host, which must live as long as the copy, and on the device."""
+    """int32 arrays, side by side in one tensor: on the host and on the device."""
     size = sum(_room(a.shape) for a in arrays)
-    on_host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    on_host = torch.zeros(
+        size, dtype=torch.int32
+    )  # not pinned: freed beside a GPU that has failed, that ends the process
     _pack(arrays, on_host)
-    return on_host, on_host.to(device, non_blocking=True)
+    return on_host, on_host.to(device)
 
 
 def _pack(arrays: Sequence[np.ndarray], target: Tensor) -> None:
