@@ -29,13 +29,9 @@ class Blocks:
     def fits_ever(self, request: Request, device: Device) -> bool:
         return self.needed(request.max_total_tokens) <= self.total[device]
 
-    def missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that `request` lacks, in its own pool, to hold `num_tokens` tokens."""
-        return max(0, self.needed(num_tokens) - len(request.block_table))
-
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Gives `request` room for `num_tokens` tokens; False, and nothing changed, if its pool is too full."""
-        count = self.missing(request, num_tokens)
+        count = self.needed(num_tokens) - len(request.block_table)
         if count > self.free(request.device):
             return False
         request.block_table += self._take(request.device, count)

@@ -96,9 +96,9 @@ class Work(NamedTuple):
 _work = partial(tuple.__new__, Work)  # a third cheaper than Work(...), and an iteration has hundreds
 
 
-def decodes_of(requests: Iterable[Request]) -> list[Work]:
+def decodes_of(requests: Iterable[Request]) -> tuple[Work, ...]:
     """The newest token of each."""
-    return [_work((r, r.num_computed, 1)) for r in requests]
+    return tuple([_work((r, r.num_computed, 1)) for r in requests])
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ class Scheduler:
             self._enter(request)
             why.append(f"r{request.id} comes back: {self.blocks.free(self.home)} {self.home} blocks stay free")
 
-    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
-        return (SubBatch(tuple(prefills), gpu_decodes=tuple(decodes)),)
+    def _batches(self, prefills: list[Work], decodes: tuple[Work, ...], why: list[str]) -> tuple[SubBatch, ...]:
+        return (SubBatch(tuple(prefills), gpu_decodes=decodes),)
 
 
 class Unchunked(Scheduler):
@@ -175,14 +175,14 @@ class SimpleOffloading(Scheduler):
     home: Device = "cpu"
     chunked_prefill = False
 
-    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
-        return (SubBatch(tuple(prefills), cpu_decodes=tuple(decodes)),)
+    def _batches(self, prefills: list[Work], decodes: tuple[Work, ...], why: list[str]) -> tuple[SubBatch, ...]:
+        return (SubBatch(tuple(prefills), cpu_decodes=decodes),)
 
 
 class Symmetric(SimpleOffloading):
     """FastDecode's pipeline (figure 4): two equal sub-batches of CPU decodes take turns; prefills run on their own."""
 
-    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
+    def _batches(self, prefills: list[Work], decodes: tuple[Work, ...], why: list[str]) -> tuple[SubBatch, ...]:
         if prefills:
             return (SubBatch(tuple(prefills)),)
         return tuple(SubBatch(cpu_decodes=half) for half in halves(decodes))
