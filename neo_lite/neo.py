@@ -7,7 +7,7 @@ Called by the engine, through `POLICIES`, as any other policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
-from neo_lite.cost_model import Candidate, Profile, Stages, kv_tokens
+from neo_lite.cost_model import Candidate, Profile, Stages
 from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work, decodes_of
 from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, halves
 
@@ -28,6 +28,7 @@ Forced = tuple[int, ...]  # ids of who runs against the policy's own rule
 class OnGpu(NamedTuple):
     """All GPU decodes. They belong to batch-0 of every candidate, so that their attention is added up once."""
 
+    requests: list[Request]
     works: tuple[Work, ...]
     ga0: float  # seconds of their attention in one layer
 
@@ -105,10 +106,10 @@ class Neo(Scheduler):
             self._admit(request, device, why)
             request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
         self._count_skipped(chosen, queue, forced)
-        reasons = self._reasons(chosen, queue, dealt, prefills, forced)
+        said = self._reasons(chosen, on_gpu, queue, dealt, prefills, forced)
         why.append(f"{_told(chosen)} against {_told(other)}" if other.requests else _told(chosen))
         both = chosen, other
-        return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), both, reasons, forced)
+        return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), both, said, forced)
 
     def _two_batches(self, prefills: list[Prefill], on_gpu: OnGpu, queue: Queue) -> tuple[list[Prefill], Dealt, Forced]:
         """Steps 4 and 5: the prefills kept, the CPU decodes of either batch, and who among them is late."""
@@ -132,8 +133,9 @@ class Neo(Scheduler):
         self._make_room(moves, why)
         if not why:
             self._resume(moves, why)
-        works = decodes_of([r for r in self.running if r.device == "gpu"])
-        return OnGpu(works, self.costs.t_gpu_attn(kv_tokens(works)))
+        on_gpu = [r for r in self.running if r.device == "gpu"]
+        tokens = sum([r.num_computed for r in on_gpu]) + len(on_gpu)
+        return OnGpu(on_gpu, decodes_of(on_gpu), self.costs.t_gpu_attn(tokens))
 
     def _step3_prefills(self, decodes: int, admit: bool, moves: list[Move]) -> list[Prefill]:
         """Prompts in order of arrival, on the GPU while there is room, then on the CPU, within the token budget."""
@@ -258,7 +260,9 @@ class Neo(Scheduler):
     def _two(self, first: SubBatch, dealt: Dealt, ga0: float | None = None) -> Candidate:
         few, rest = map(decodes_of, dealt)
         name = "two batches" if rest else "one batch with CPU decodes"
-        return self.costs.candidate(name, (replace(first, cpu_decodes=few), SubBatch(cpu_decodes=rest)), ga0)
+        return self.costs.candidate(
+            name, (SubBatch(first.prefills, first.gpu_decodes, few), SubBatch(cpu_decodes=rest)), ga0
+        )
 
     def _floored(self, prefills: list[Prefill], on_gpu: OnGpu, two: Candidate | None = None) -> list[Prefill]:
         """Without those of the CPU at the end, down to the floor; in step 5 only while the inequalities of `two` hold."""
@@ -285,24 +289,21 @@ class Neo(Scheduler):
         self.unforced = 0 if max(forced, default=-1) >= 0 else self.unforced + 1
 
     def _reasons(
-        self, chosen: Candidate, queue: Queue, dealt: Dealt, prefills: list[Prefill], forced: Forced
-    ) -> dict[int, str]:
-        """Why each request is where it is; what is said of it last counts."""
-        said = [([r.id for r in queue.requests], "skipped: it would break both inequalities")]
+        self, chosen: Candidate, on_gpu: OnGpu, queue: Queue, dealt: Dealt, prefills: list[Prefill], forced: Forced
+    ) -> list[tuple[list[Request], str]]:
+        """Of whom and why they are where they are; what is said of a request last counts."""
+        said = [(queue.requests, "skipped: it would break both inequalities")]
         if chosen.name == "GPU only":
-            said.append(([r.id for part in dealt for r in part], "skipped: GPU-only has the higher x/T"))
-        said.append((_ids([w for w, _ in prefills]), "waits: taken back in step 5, down to the floor"))
+            said += [(part, "skipped: GPU-only has the higher x/T") for part in dealt]
+        said.append(([w.request for w, _ in prefills], "waits: taken back in step 5, down to the floor"))
+        said.append((on_gpu.requests, "batch-0: its KV is on the GPU"))
         for batch, text, spare in zip(chosen.batches, ("batch-0", "batch-1"), chosen.stages.slack[::-1], strict=False):
             held = "within its inequality" if chosen.stages.holds or spare >= 0 else "though its inequality breaks"
-            said += [([w.request.id], f"{text}: prefill, KV to the {w.request.device} pool") for w in batch.prefills]
-            said.append((_ids(batch.gpu_decodes), "batch-0: its KV is on the GPU"))
-            on_cpu = _ids(batch.cpu_decodes)
+            said += [([w.request], f"{text}: prefill, KV to the {w.request.device} pool") for w in batch.prefills]
+            on_cpu = [w.request for w in batch.cpu_decodes]
             said.append((on_cpu, f"{text}: CPU decode {held}"))
-            said.append(([i for i in forced if i in on_cpu], f"{text}: CPU decode that has waited too long"))
-        reasons: dict[int, str] = {}
-        for ids, why in said:
-            reasons.update(dict.fromkeys(ids, why))
-        return reasons
+            said.append(([r for r in on_cpu if r.id in forced], f"{text}: CPU decode that has waited too long"))
+        return said
 
     def _homes(self) -> tuple[Device, ...]:
         return ("gpu", "cpu")
@@ -387,7 +388,3 @@ POLICIES: dict[str, type[Scheduler]] = {
 
 def _told(c: Candidate) -> str:
     return f"{c.name}: {c.requests} requests in {c.seconds * 1e3:.1f} ms, {c.rate:.0f}/s"
-
-
-def _ids(works: Iterable[Work]) -> list[int]:
-    return [request.id for request, _, _ in works]

@@ -36,16 +36,13 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Refuses a request whose pool could never hold it."""
-        if not self._fits_ever(request):
+        if not any(self.blocks.fits_ever(request, device) for device in self._homes()):
             home = max(self._homes(), key=lambda d: self.blocks.total[d])
             pool, tokens = self.blocks.total[home], request.max_total_tokens
             raise NeoLiteError(
                 f"the request may grow to {tokens} tokens ({self.blocks.needed(tokens)} blocks) and the {home} pool"
                 f" has {pool} blocks: shorten the prompt, lower max_tokens, or raise {home}_kv_tokens"
             )
-
-    def _fits_ever(self, request: Request) -> bool:
-        return any(self.blocks.fits_ever(request, device) for device in self._homes())
 
     def _homes(self) -> tuple[Device, ...]:
         """The pools where a request may decode."""
@@ -75,7 +72,7 @@ class Scheduler:
         for work in prefills:
             if work.request.first_scheduled_s is None:
                 work.request.first_scheduled_s = now_s
-        batches = self._batches(prefills, decodes, why)
+        batches = self._batches(tuple(prefills), decodes)
         return IterationPlan(self.config.mode, batches, tuple(moves), tuple(why))
 
     # ---- What the policies share ----
@@ -102,8 +99,8 @@ class Scheduler:
         while budget > 0:
             if not begun and admit and self.waiting and len(self.running) < self.config.max_seqs:
                 whole = self.chunked_prefill or not works or self.waiting[0].num_tokens <= budget
-                if whole and (device := self._place(self.waiting[0])):
-                    begun.append(self._admit(self.waiting.popleft(), device, why))
+                if whole and self._room(self.waiting[0]):
+                    begun.append(self._admit(self.waiting.popleft(), self.home, why))
             if not begun:
                 break
             request = begun.popleft()
@@ -125,17 +122,12 @@ class Scheduler:
         """Among those that run, by arrival: who came back or was swapped out keeps its age."""
         insort(self.running, request, key=lambda r: r.id)
 
-    def _room(self, request: Request, device: Device, slack: int = 0) -> bool:
-        """Room for all its tokens, `slack` blocks, and a block for each that runs there, so that none leaves at once."""
-        there = sum(r.device == device for r in self.running)
-        needed = self.blocks.needed(request.num_tokens) + there + slack
-        return needed <= self.blocks.free(device)
+    def _room(self, request: Request) -> bool:
+        """Room at home for all its tokens, and a block for each that runs there, so that none leaves at once."""
+        there = sum(r.device == self.home for r in self.running)
+        return self.blocks.needed(request.num_tokens) + there <= self.blocks.free(self.home)
 
     # ---- What a policy decides ----
-
-    def _place(self, request: Request) -> Device | None:
-        """The pool for a request that waits; None: not now."""
-        return self.home if self._room(request, self.home) else None
 
     def _make_way(self, victim: Request, moves: list[Move]) -> str:
         """Takes a request that is no longer running out of its full pool; says how."""
@@ -149,15 +141,15 @@ class Scheduler:
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Brings back who was parked, oldest first."""
-        while self.parked and len(self.running) < self.config.max_seqs and self._room(self.parked[0], self.home):
+        while self.parked and len(self.running) < self.config.max_seqs and self._room(self.parked[0]):
             request = self.parked.popleft()
             moves.append(self.blocks.move(request, self.home))
             self.blocks.grow(request, request.num_tokens)
             self._enter(request)
             why.append(f"r{request.id} comes back: {self.blocks.free(self.home)} {self.home} blocks stay free")
 
-    def _batches(self, prefills: list[Work], decodes: tuple[Work, ...], why: list[str]) -> tuple[SubBatch, ...]:
-        return (SubBatch(tuple(prefills), gpu_decodes=decodes),)
+    def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
+        return (SubBatch(prefills, gpu_decodes=decodes),)
 
 
 class Unchunked(Scheduler):
@@ -175,16 +167,16 @@ class SimpleOffloading(Scheduler):
     home: Device = "cpu"
     chunked_prefill = False
 
-    def _batches(self, prefills: list[Work], decodes: tuple[Work, ...], why: list[str]) -> tuple[SubBatch, ...]:
-        return (SubBatch(tuple(prefills), cpu_decodes=decodes),)
+    def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
+        return (SubBatch(prefills, cpu_decodes=decodes),)
 
 
 class Symmetric(SimpleOffloading):
     """FastDecode's pipeline (figure 4): two equal sub-batches of CPU decodes take turns; prefills run on their own."""
 
-    def _batches(self, prefills: list[Work], decodes: tuple[Work, ...], why: list[str]) -> tuple[SubBatch, ...]:
+    def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
         if prefills:
-            return (SubBatch(tuple(prefills)),)
+            return (SubBatch(prefills),)
         return tuple(SubBatch(cpu_decodes=half) for half in halves(decodes))
 
 
