@@ -103,8 +103,7 @@ class Neo(Scheduler):
         chosen, other, forced = self._step6_decide(prefills, kept, on_gpu, dealt, late)
         for (request, _, _), device in self._floored(prefills, on_gpu) if chosen.name == "GPU only" else kept:
             self.waiting.popleft()
-            self._admit(request, device, why)
-            request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
+            self._admit(request, device, now_s, why)
         self._count_skipped(chosen, queue, forced)
         said = self._reasons(chosen, on_gpu, queue, dealt, prefills, forced)
         why.append(f"{_told(chosen)} against {_told(other)}" if other.requests else _told(chosen))
@@ -199,13 +198,13 @@ class Neo(Scheduler):
         if not self.greedy:
             return dealt
         on_cpu, _, totals = queue
-        k = np.arange(min(len(on_cpu), cover.seats) + 1)
-        most = totals[: len(k)]  # the KV tokens of the first k
-        m = totals.searchsorted(most + cover.room1[: len(k)], "right") - 1 - k
-        hidden = np.concatenate(([True], most <= cover.room0[m], most <= cover.room0[0]))
-        k, m = np.concatenate(([len(dealt[0])], k, k)), np.concatenate(([len(dealt[1])], m, 0 * m))
-        best = int((self._rates(cover, k, m) * (hidden & (k + m > 0))).argmax())
-        return (on_cpu[: k[best]], on_cpu[k[best] : k[best] + m[best]]) if best else dealt
+        n = min(len(on_cpu), cover.seats) + 1
+        k, load = np.arange(n), totals[:n]
+        m = totals.searchsorted(load + cover.room1[:n], "right") - 1 - k
+        sound = np.concatenate(((True,), load <= cover.room0[m], load <= cover.room0[0]))
+        ks, ms = np.concatenate(((len(dealt[0]),), k, k)), np.concatenate(((len(dealt[1]),), m, np.zeros_like(m)))
+        best = int((self._rates(cover, ks, ms) * (sound & (ks + ms > 0))).argmax())
+        return (on_cpu[: ks[best]], on_cpu[ks[best] : ks[best] + ms[best]]) if best else dealt
 
     def _rates(self, cover: Cover, k: np.ndarray, m: np.ndarray) -> np.ndarray:
         """x/T with k CPU decodes in batch-0 and m in batch-1, all hidden: T is then the GPU's own work."""
@@ -258,16 +257,14 @@ class Neo(Scheduler):
         return Cover(first, stages, linear0, linear1, room0, room1, seats)
 
     def _two(self, first: SubBatch, dealt: Dealt, ga0: float | None = None) -> Candidate:
-        few, rest = map(decodes_of, dealt)
-        name = "two batches" if rest else "one batch with CPU decodes"
-        return self.costs.candidate(
-            name, (SubBatch(first.prefills, first.gpu_decodes, few), SubBatch(cpu_decodes=rest)), ga0
-        )
+        few, rest = dealt
+        batches = SubBatch(first.prefills, first.gpu_decodes, decodes_of(few)), SubBatch(cpu_decodes=decodes_of(rest))
+        return self.costs.candidate("two batches" if rest else "one batch with CPU decodes", batches, ga0)
 
     def _floored(self, prefills: list[Prefill], on_gpu: OnGpu, two: Candidate | None = None) -> list[Prefill]:
         """Without those of the CPU at the end, down to the floor; in step 5 only while the inequalities of `two` hold."""
-        first = two.batches[0] if two else on_gpu.batch(prefills)
-        kept, tokens, stages = list(prefills), first.num_tokens, two.stages if two else None
+        tokens = two.batches[0].num_tokens if two else len(on_gpu.works) + sum([w.length for w, _ in prefills])
+        kept, stages = list(prefills), two.stages if two else None
         while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].length >= self.floor:
             tokens -= kept[-1][0].length
             if stages:
@@ -280,11 +277,9 @@ class Neo(Scheduler):
 
     def _count_skipped(self, chosen: Candidate, queue: Queue, forced: Forced) -> None:
         """Whoever is served waits no more; whoever is passed over for the first time follows those who were before."""
-        new = queue.requests[len(self.skipped) :]
-        self.skipped.update(dict.fromkeys(new, self.plans))
-        for batch in chosen.batches:
-            for request, _, _ in batch.cpu_decodes:
-                del self.skipped[request]
+        self.skipped.update(dict.fromkeys(queue.requests[len(self.skipped) :], self.plans))
+        for work in [w for batch in chosen.batches for w in batch.cpu_decodes]:
+            del self.skipped[work.request]
         self.plans += 1
         self.unforced = 0 if max(forced, default=-1) >= 0 else self.unforced + 1
 
@@ -301,8 +296,8 @@ class Neo(Scheduler):
             held = "within its inequality" if chosen.stages.holds or spare >= 0 else "though its inequality breaks"
             said += [([w.request], f"{text}: prefill, KV to the {w.request.device} pool") for w in batch.prefills]
             on_cpu = [w.request for w in batch.cpu_decodes]
-            said.append((on_cpu, f"{text}: CPU decode {held}"))
-            said.append(([r for r in on_cpu if r.id in forced], f"{text}: CPU decode that has waited too long"))
+            late = [r for r in on_cpu if r.id in forced]
+            said += [(on_cpu, f"{text}: CPU decode {held}"), (late, f"{text}: CPU decode that has waited too long")]
         return said
 
     def _homes(self) -> tuple[Device, ...]:

@@ -154,7 +154,7 @@ class IterationPlan:
 
     @cached_property
     def reasons(self) -> Mapping[int, str]:
-        """Why each request is where it is, by id: worked out for whoever asks, which few plans' readers do."""
+        """Why each request is where it is, by id: worked out only when somebody asks."""
         return {request.id: why for requests, why in self.said for request in requests}
 
     @property

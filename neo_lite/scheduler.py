@@ -50,9 +50,10 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Takes a finished or cancelled request out of its queue and its blocks back."""
-        for queue in (self.waiting, self.running, self.parked):
+        for queue in (self.running, self.parked, self.waiting):  # the shortest first: thousands may wait
             if request in queue:
                 queue.remove(request)
+                break
         self.blocks.release(request)
 
     @property
@@ -68,10 +69,7 @@ class Scheduler:
         if calm:
             self._resume(moves, why)
         decodes = decodes_of(r for r in self.running if decoding(r))
-        prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, why)
-        for work in prefills:
-            if work.request.first_scheduled_s is None:
-                work.request.first_scheduled_s = now_s
+        prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, now_s, why)
         batches = self._batches(tuple(prefills), decodes)
         return IterationPlan(self.config.mode, batches, tuple(moves), tuple(why))
 
@@ -92,7 +90,7 @@ class Scheduler:
         request.num_recomputes += 1
         self.waiting.appendleft(request)
 
-    def _prefills(self, budget: int, admit: bool, why: list[str]) -> list[Work]:
+    def _prefills(self, budget: int, admit: bool, now_s: float, why: list[str]) -> list[Work]:
         """Chunks of who has begun, then of who waits; without chunking the first prompt may exceed the budget."""
         works: list[Work] = []
         begun = deque(r for r in self.running if not decoding(r))
@@ -100,7 +98,7 @@ class Scheduler:
             if not begun and admit and self.waiting and len(self.running) < self.config.max_seqs:
                 whole = self.chunked_prefill or not works or self.waiting[0].num_tokens <= budget
                 if whole and self._room(self.waiting[0]):
-                    begun.append(self._admit(self.waiting.popleft(), self.home, why))
+                    begun.append(self._admit(self.waiting.popleft(), self.home, now_s, why))
             if not begun:
                 break
             request = begun.popleft()
@@ -111,8 +109,9 @@ class Scheduler:
             budget -= length
         return works
 
-    def _admit(self, request: Request, device: Device, why: list[str]) -> Request:
+    def _admit(self, request: Request, device: Device, now_s: float, why: list[str]) -> Request:
         request.device = device
+        request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
         self.blocks.grow(request, request.num_tokens)
         self._enter(request)
         why.append(f"r{request.id} admitted: {request.num_tokens} tokens in {len(request.block_table)} {device} blocks")
