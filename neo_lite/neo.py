@@ -76,6 +76,7 @@ class Neo(Scheduler):
       GPU-only candidate keeps the same floor.
     """
 
+    homes: tuple[Device, ...] = ("gpu", "cpu")
     chunked_prefill = False
     PATIENCE = 16
     FLOOR = 0  # tokens below which no prefill is taken back; 0: where the cost model leaves the memory-bound regime
@@ -93,8 +94,7 @@ class Neo(Scheduler):
 
     def plan(self, now_s: float) -> IterationPlan:
         """Step 1, two empty batches, and then the others."""
-        moves: list[Move] = []
-        why: list[str] = []
+        moves, why = list[Move](), list[str]()
         waited = len(self.waiting)
         on_gpu = self._step2_gpu_decodes(moves, why)
         prefills = self._step3_prefills(len(on_gpu.works), len(self.waiting) == waited, moves)
@@ -142,7 +142,7 @@ class Neo(Scheduler):
         budget, seats = self.config.max_batched_tokens - decodes, self.config.max_seqs - len(self.running)
         there = {"gpu": decodes, "cpu": len(self.running) - decodes}
         room = {d: self.blocks.free(d) - there[d] for d in self.blocks.total}
-        homes = [d for d in self._homes() if d == "cpu" or all(m.target == "gpu" for m in moves)]
+        homes = [d for d in self.homes if d == "cpu" or all(m.target == "gpu" for m in moves)]
         for request in islice(self.waiting, max(0, seats) if admit else 0):
             tokens, needed = request.num_tokens, self.blocks.needed(request.num_tokens)
             fits = [d for d in homes if needed <= room[d] and self.blocks.fits_ever(request, d)]
@@ -300,9 +300,6 @@ class Neo(Scheduler):
             said += [(on_cpu, f"{text}: CPU decode {held}"), (late, f"{text}: CPU decode that has waited too long")]
         return said
 
-    def _homes(self) -> tuple[Device, ...]:
-        return ("gpu", "cpu")
-
     def _make_way(self, victim: Request, moves: list[Move]) -> str:
         """From the GPU to the CPU, where it goes on decoding; from the CPU nowhere, or the two could swap for ever."""
         self.skipped.pop(victim, None)
@@ -342,10 +339,8 @@ class Asymmetric(Neo):
 class FastDecodePlus(Neo):
     """The paper's FastDecode+ (figure 8): NEO's pipeline with every decode on the CPU, whether or not it can be hidden."""
 
+    homes = ("cpu",)
     greedy = False
-
-    def _homes(self) -> tuple[Device, ...]:
-        return ("cpu",)
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Nobody decodes on the GPU."""

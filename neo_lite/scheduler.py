@@ -19,13 +19,13 @@ from neo_lite.request import OTHER, Device, IterationPlan, Move, Request, SubBat
 
 
 class Scheduler:
-    """Continuous batching with all KV and all decode attention in one pool, `home`; the other pool only parks.
+    """Continuous batching with all KV and all decode attention in one pool, the home; the other pool only parks.
 
     Oldest first: the oldest running request can take every block of the pool, and a request that could never fit is
     refused on arrival, so each iteration makes progress and every admitted request finishes.
     """
 
-    home: Device = "gpu"
+    homes: tuple[Device, ...] = ("gpu",)  # the pools where a request may decode
     chunked_prefill = True
 
     def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
@@ -36,17 +36,13 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Refuses a request whose pool could never hold it."""
-        if not any(self.blocks.fits_ever(request, device) for device in self._homes()):
-            home = max(self._homes(), key=lambda d: self.blocks.total[d])
+        if not any(self.blocks.fits_ever(request, device) for device in self.homes):
+            home = max(self.homes, key=lambda d: self.blocks.total[d])
             pool, tokens = self.blocks.total[home], request.max_total_tokens
             raise NeoLiteError(
                 f"the request may grow to {tokens} tokens ({self.blocks.needed(tokens)} blocks) and the {home} pool"
                 f" has {pool} blocks: shorten the prompt, lower max_tokens, or raise {home}_kv_tokens"
             )
-
-    def _homes(self) -> tuple[Device, ...]:
-        """The pools where a request may decode."""
-        return (self.home,)
 
     def remove(self, request: Request) -> None:
         """Takes a finished or cancelled request out of its queue and its blocks back."""
@@ -62,11 +58,9 @@ class Scheduler:
 
     def plan(self, now_s: float) -> IterationPlan:
         """Decodes first, then who is parked, then prefills in order of arrival, within the token budget."""
-        moves: list[Move] = []
-        why: list[str] = []
+        moves, why = list[Move](), list[str]()
         self._make_room(moves, why)
-        calm = not why  # whoever had to make way is not brought back in the same iteration, and nobody new comes
-        if calm:
+        if calm := not why:  # whoever had to make way is not brought back in the same iteration, and nobody new comes
             self._resume(moves, why)
         decodes = decodes_of(r for r in self.running if decoding(r))
         prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, now_s, why)
@@ -80,7 +74,7 @@ class Scheduler:
         size = self.blocks.block_size
         for request in [r for r in self.running if r.num_computed >= len(r.block_table) * size]:  # one in sixteen
             while (not why or request in self.running) and not self.blocks.grow(request, request.num_tokens):
-                victim = [r for r in self.running if r.device == request.device][-1]
+                victim = next(r for r in reversed(self.running) if r.device == request.device)
                 self.running.remove(victim)
                 pool = f"r{victim.id} makes way: {victim.device} pool of {self.blocks.total[victim.device]} blocks full"
                 why.append(f"{pool}; {self._make_way(victim, moves)}")
@@ -98,7 +92,7 @@ class Scheduler:
             if not begun and admit and self.waiting and len(self.running) < self.config.max_seqs:
                 whole = self.chunked_prefill or not works or self.waiting[0].num_tokens <= budget
                 if whole and self._room(self.waiting[0]):
-                    begun.append(self._admit(self.waiting.popleft(), self.home, now_s, why))
+                    begun.append(self._admit(self.waiting.popleft(), self.homes[0], now_s, why))
             if not begun:
                 break
             request = begun.popleft()
@@ -123,8 +117,9 @@ class Scheduler:
 
     def _room(self, request: Request) -> bool:
         """Room at home for all its tokens, and a block for each that runs there, so that none leaves at once."""
-        there = sum(r.device == self.home for r in self.running)
-        return self.blocks.needed(request.num_tokens) + there <= self.blocks.free(self.home)
+        home = self.homes[0]
+        there = sum(r.device == home for r in self.running)
+        return self.blocks.needed(request.num_tokens) + there <= self.blocks.free(home)
 
     # ---- What a policy decides ----
 
@@ -140,12 +135,13 @@ class Scheduler:
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Brings back who was parked, oldest first."""
+        home = self.homes[0]
         while self.parked and len(self.running) < self.config.max_seqs and self._room(self.parked[0]):
             request = self.parked.popleft()
-            moves.append(self.blocks.move(request, self.home))
+            moves.append(self.blocks.move(request, home))
             self.blocks.grow(request, request.num_tokens)
             self._enter(request)
-            why.append(f"r{request.id} comes back: {self.blocks.free(self.home)} {self.home} blocks stay free")
+            why.append(f"r{request.id} comes back: {self.blocks.free(home)} {home} blocks stay free")
 
     def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
         return (SubBatch(prefills, gpu_decodes=decodes),)
@@ -163,7 +159,7 @@ class SimpleOffloading(Scheduler):
     A prompt is prefilled whole: its KV leaves for the CPU layer by layer, where a second chunk could not see it.
     """
 
-    home: Device = "cpu"
+    homes: tuple[Device, ...] = ("cpu",)
     chunked_prefill = False
 
     def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
