@@ -95,7 +95,7 @@ def test_step_4_fills_batch_1_then_batch_0_and_skips_the_rest_who_come_first_nex
     first, second = plan.batches
     assert ids(second.cpu_decodes) == [1, 3], "25; 20 would exceed 40; 25 + 15 = 40"
     assert ids(first.cpu_decodes) == [2, 5], "20; 20 + 30 exceeds 44; 20 + 12 = 32"
-    assert plan.reasons[4] == "skipped: it would break both inequalities" and s.skipped == {s.running[4]: 0}, "since plan 0"
+    assert plan.reasons[4] == "skipped: it would break both inequalities" and s.skipped == {s.running[4]: 0}
     again = s.plan(0.0)
     assert ids(again.batches[1].cpu_decodes)[0] == 4
 
