@@ -29,33 +29,26 @@ class Blocks:
     def fits_ever(self, request: Request, device: Device) -> bool:
         return self.needed(request.max_total_tokens) <= self.total[device]
 
-    def missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that `request` lacks, in its own pool, to hold `num_tokens` tokens."""
-        return max(0, self.needed(num_tokens) - len(request.block_table))
-
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Gives `request` room for `num_tokens` tokens; False, and nothing changed, if its pool is too full."""
-        count = self.missing(request, num_tokens)
-        if count > self.free(request.device):
+        free, count = self._free[request.device], self.needed(num_tokens) - len(request.block_table)
+        if count > len(free):
             return False
-        request.block_table += self._take(request.device, count)
+        for _ in range(count):
+            request.block_table.append(free.popleft())
         return True
 
     def move(self, request: Request, target: Device) -> Move:
         """Gives `request` as many blocks in the other pool and frees its own; the caller runs the copy in order."""
         assert target != request.device and len(request.block_table) <= self.free(target)
-        source = tuple(request.block_table)
-        taken = self._take(target, len(source))
-        self._free[request.device].extend(source)
-        request.device, request.block_table = target, taken
+        source, device = tuple(request.block_table), request.device
+        request.device, request.block_table = target, [self._free[target].popleft() for _ in source]
+        self._free[device].extend(source)
         request.num_swaps += 1
-        return Move(request, target, source, tuple(taken))
+        return Move(request, target, source, tuple(request.block_table))
 
     def release(self, request: Request) -> None:
         """Takes all of its blocks back; its KV is lost."""
         self._free[request.device].extend(request.block_table)
         request.block_table = []
         request.num_computed = 0
-
-    def _take(self, device: Device, count: int) -> list[int]:
-        return [self._free[device].popleft() for _ in range(count)]

@@ -93,7 +93,8 @@ class Stages(NamedTuple):
     @property
     def holds(self) -> bool:
         """Both inequalities, up to rounding."""
-        return min(self.slack) >= 0 or min(self.slack) >= -1e-9 * self.layer
+        spare = min(self.slack)
+        return spare >= 0 or spare >= -1e-9 * self.layer
 
 
 class Candidate(NamedTuple):
@@ -229,13 +230,11 @@ class Profile:
 
     def check(self, model: str, dtype: str, stamp: Mapping[str, Any] | None = None, threads: int = 0) -> Profile:
         """Itself; raises NeoLiteError unless it is of this model and dtype, and of this machine and threads, if given."""
-        pairs: list[tuple[str, Any, Any]] = [("model", self.model, model), ("dtype", self.dtype, dtype)]
+        pairs: dict[str, tuple[Any, Any]] = {"model": (self.model, model), "dtype": (self.dtype, dtype)}
         if stamp and "gpu" in self.stamp:
-            pairs += [
-                ("machine", machine_in(self.stamp), machine_in(stamp)),
-                ("number of threads", self.threads, threads),
-            ]
-        for what, ours, asked in pairs:
+            pairs["machine"] = machine_in(self.stamp), machine_in(stamp)
+            pairs["number of threads"] = self.threads, threads
+        for what, (ours, asked) in pairs.items():
             if ours and asked and ours != asked:
                 remedy = "measure one here with python -m neo_lite profile"
                 raise NeoLiteError(f"the profile is of another {what}, {ours}, not {asked}: {remedy}")

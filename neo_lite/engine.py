@@ -147,8 +147,8 @@ class Engine:
         advanced = []
         for request, start, length in plan.work:
             request.num_computed = start + length
-            if request.id in tokens:
-                request.output.append(tokens[request.id])
+            if (token := tokens.get(request.id)) is not None:
+                request.output.append(token)
                 request.token_times_s.append(now_s)
                 advanced.append(request)
                 if (reason := self._finish_reason(request)) is not None:

@@ -16,23 +16,33 @@ import numpy as np
 
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
-from neo_lite.cost_model import Candidate, Profile, Stages, kv_tokens
+from neo_lite.cost_model import Candidate, Profile, Stages
 from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work, decodes_of
 from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, halves
 
 Prefill = tuple[Work, Device]  # who would be admitted, and where its KV would live
-Dealt = tuple[list[Work], list[Work]]  # the CPU decodes of batch-0, few of them, and of batch-1, the rest
+Dealt = tuple[list[Request], list[Request]]  # the CPU decodes of batch-0, few of them, and of batch-1, the rest
+Forced = tuple[int, ...]  # ids of who runs against the policy's own rule
 
 
 class OnGpu(NamedTuple):
     """All GPU decodes. They belong to batch-0 of every candidate, so that their attention is added up once."""
 
+    requests: list[Request]
     works: tuple[Work, ...]
     ga0: float  # seconds of their attention in one layer
 
-    def batch(self, prefills: Sequence[Prefill], few: Sequence[Work] = ()) -> SubBatch:
-        """Batch-0: they, these prefills and a few CPU decodes."""
-        return SubBatch(tuple([work for work, _ in prefills]), self.works, tuple(few))
+    def batch(self, prefills: Sequence[Prefill]) -> SubBatch:
+        """Batch-0 without CPU decodes: they and these prefills."""
+        return SubBatch(tuple([work for work, _ in prefills]), self.works)
+
+
+class Queue(NamedTuple):
+    """The CPU decodes, whoever has waited longest first. Their Works are made when it is settled who is served."""
+
+    requests: list[Request]
+    loads: list[float]  # KV tokens that each reads, what it costs besides included
+    totals: np.ndarray  # of the first 0, 1, 2, ... of them
 
 
 class Cover(NamedTuple):
@@ -66,49 +76,54 @@ class Neo(Scheduler):
       GPU-only candidate keeps the same floor.
     """
 
+    homes: tuple[Device, ...] = ("gpu", "cpu")
     chunked_prefill = False
     PATIENCE = 16
+    FLOOR = 0  # tokens below which no prefill is taken back; 0: where the cost model leaves the memory-bound regime
     greedy = True  # step 6 weighs; otherwise CPU decodes run whenever there are any
 
     def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
         super().__init__(config, blocks, costs)
         if costs is None:
             raise NeoLiteError(f"mode {config.mode} weighs stage times: give the engine a Profile (profiler.measure)")
-        self.costs, self.floor = costs, costs.ridge_tokens
-        self.skipped: dict[Request, int] = {}  # iterations in a row that a CPU decode was passed over
+        self.costs, self.floor = costs, self.FLOOR or costs.ridge_tokens
+        self.plans = 0  # so many were made before
+        # CPU decodes that were passed over, whoever has waited longest first, and the plan that was the first to do so.
+        self.skipped: dict[Request, int] = {}
         self.unforced = self.PATIENCE  # plans since the last forced one
 
     def plan(self, now_s: float) -> IterationPlan:
         """Step 1, two empty batches, and then the others."""
-        moves: list[Move] = []
-        why: list[str] = []
+        moves, why = list[Move](), list[str]()
         waited = len(self.waiting)
         on_gpu = self._step2_gpu_decodes(moves, why)
         prefills = self._step3_prefills(len(on_gpu.works), len(self.waiting) == waited, moves)
-        kept, (few, rest), late = self._two_batches(prefills, on_gpu)
-        chosen, other, forced = self._step6_decide((prefills, kept), on_gpu, few, rest, late)
+        queue = self._by_age()
+        kept, dealt, late = self._two_batches(prefills, on_gpu, queue)
+        chosen, other, forced = self._step6_decide(prefills, kept, on_gpu, dealt, late)
         for (request, _, _), device in self._floored(prefills, on_gpu) if chosen.name == "GPU only" else kept:
             self.waiting.popleft()
-            self._admit(request, device, why)
-            request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
-        where = self._account(chosen, few, rest, prefills, forced)
+            self._admit(request, device, now_s, why)
+        self._count_skipped(chosen, queue, forced)
+        said = self._reasons(chosen, on_gpu, queue, dealt, prefills, forced)
         why.append(f"{_told(chosen)} against {_told(other)}" if other.requests else _told(chosen))
-        return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), (chosen, other), where, forced)
+        both = chosen, other
+        return IterationPlan(self.config.mode, chosen.batches, tuple(moves), tuple(why), both, said, forced)
 
-    def _two_batches(self, prefills: list[Prefill], on_gpu: OnGpu) -> tuple[list[Prefill], Dealt, tuple[int, ...]]:
+    def _two_batches(self, prefills: list[Prefill], on_gpu: OnGpu, queue: Queue) -> tuple[list[Prefill], Dealt, Forced]:
         """Steps 4 and 5: the prefills kept, the CPU decodes of either batch, and who among them is late."""
-        works = self._by_age()
-        if not works:
-            return self._step5_reduce(prefills, on_gpu, [], []), ([], []), ()
-        own = self.costs.cpu_request_tokens
-        loads = [w.start + 1 + own for w in works]
-        totals = np.cumsum([0.0, *loads])
-        cover = self._cover(on_gpu.batch(prefills), len(works), on_gpu.ga0)
-        few, rest = self._step4_cpu_decodes(cover, works, loads, totals)
-        kept = self._step5_reduce(prefills, on_gpu, few, rest)
+        if not queue.requests:
+            return self._step5_reduce(prefills, on_gpu, ([], [])), ([], []), ()
+        cover = self._cover(on_gpu.batch(prefills), len(queue.requests), on_gpu.ga0)
+        dealt = self._step4_cpu_decodes(cover, queue)
+        kept = self._step5_reduce(prefills, on_gpu, dealt)
         if len(kept) < len(prefills):
-            cover = self._cover(on_gpu.batch(kept), len(works), on_gpu.ga0)
-        return kept, *self._late(cover, works, *self._deal(cover, works, totals, few, rest))
+            cover = self._cover(on_gpu.batch(kept), len(queue.requests), on_gpu.ga0)
+        return kept, *self._late(cover, queue.requests[0], self._deal(cover, queue, dealt))
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        self.skipped.pop(request, None)
 
     # ---- The six steps ----
 
@@ -117,8 +132,9 @@ class Neo(Scheduler):
         self._make_room(moves, why)
         if not why:
             self._resume(moves, why)
-        works = tuple(decodes_of([r for r in self.running if r.device == "gpu"]))
-        return OnGpu(works, self.costs.t_gpu_attn(kv_tokens(works)))
+        on_gpu = [r for r in self.running if r.device == "gpu"]
+        tokens = sum([r.num_computed for r in on_gpu]) + len(on_gpu)
+        return OnGpu(on_gpu, decodes_of(on_gpu), self.costs.t_gpu_attn(tokens))
 
     def _step3_prefills(self, decodes: int, admit: bool, moves: list[Move]) -> list[Prefill]:
         """Prompts in order of arrival, on the GPU while there is room, then on the CPU, within the token budget."""
@@ -126,7 +142,7 @@ class Neo(Scheduler):
         budget, seats = self.config.max_batched_tokens - decodes, self.config.max_seqs - len(self.running)
         there = {"gpu": decodes, "cpu": len(self.running) - decodes}
         room = {d: self.blocks.free(d) - there[d] for d in self.blocks.total}
-        homes = [d for d in self._homes() if d == "cpu" or all(m.target == "gpu" for m in moves)]
+        homes = [d for d in self.homes if d == "cpu" or all(m.target == "gpu" for m in moves)]
         for request in islice(self.waiting, max(0, seats) if admit else 0):
             tokens, needed = request.num_tokens, self.blocks.needed(request.num_tokens)
             fits = [d for d in homes if needed <= room[d] and self.blocks.fits_ever(request, d)]
@@ -139,65 +155,56 @@ class Neo(Scheduler):
             found.append((Work(request, 0, tokens), fits[0]))
         return found
 
-    def _step4_cpu_decodes(self, cover: Cover, works: list[Work], loads: list[float], totals: np.ndarray) -> Dealt:
+    def _step4_cpu_decodes(self, cover: Cover, queue: Queue) -> Dealt:
         """CPU decodes for batch-0 and batch-1 while `Tca1 <= Tl0` and `Tca0 <= Tl1 + Tga0` hold; the others are skipped.
 
         Batch-1 first: its attention hides behind the linear stage of all of batch-0, so that step 5 finds what can go.
         """
+        on_cpu, loads, totals = queue
         fit = int(totals.searchsorted(cover.room1[0], "right")) - 1  # so many as they come, before anyone is in batch-0
-        few, rest, skipped = list[Work](), works[:fit], list[Work]()
+        few, rest, skipped = list[Request](), on_cpu[:fit], list[Request]()
         room0, room1, least = cover.room0.tolist(), cover.room1.tolist(), min(loads)
         load0, load1 = 0.0, float(totals[fit])
-        for i, (work, load) in enumerate(zip(works[fit:], loads[fit:], strict=True), fit):
+        for i, (request, load) in enumerate(zip(on_cpu[fit:], loads[fit:], strict=True), fit):
             if load1 + load <= room1[len(few)]:
-                rest.append(work)
+                rest.append(request)
                 load1 += load
             elif load0 + load <= room0[len(rest)] and len(few) < cover.seats:
-                few.append(work)
+                few.append(request)
                 load0 += load
             elif load1 + least > room1[len(few)] and load0 + least > room0[len(rest)]:
-                skipped += works[i:]  # not even the shortest fits any more
+                skipped += on_cpu[i:]  # not even the shortest fits any more
                 break
             else:
-                skipped.append(work)
+                skipped.append(request)
         self._overflow(skipped, few, rest)
         return few, rest
 
-    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work]) -> None:
+    def _overflow(self, skipped: list[Request], few: list[Request], rest: list[Request]) -> None:
         """CPU decodes that would break both inequalities: left to the next iteration."""
 
-    def _step5_reduce(self, prefills: list[Prefill], on_gpu: OnGpu, few: list[Work], rest: list[Work]) -> list[Prefill]:
+    def _step5_reduce(self, prefills: list[Prefill], on_gpu: OnGpu, dealt: Dealt) -> list[Prefill]:
         """Takes back the last prefills whose KV would go to the CPU, while both inequalities hold and above the floor."""
         if not prefills or prefills[-1][1] == "gpu":
             return prefills
-        first, second = on_gpu.batch(prefills, few), SubBatch(cpu_decodes=tuple(rest))
-        kept, tokens, stages = list(prefills), first.num_tokens, self.costs.stages((first, second), on_gpu.ga0)
-        while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].length >= self.floor:
-            tokens -= kept[-1][0].length
-            pref0 = stages.pref0 - self.costs.t_prefill_attn([kept[-1][0]])
-            stages = Stages(self.costs.t_linear(tokens), pref0, *stages[2:])
-            if not stages.holds:
-                break
-            kept.pop()
-        return kept
+        return self._floored(prefills, on_gpu, self._two(on_gpu.batch(prefills), dealt, on_gpu.ga0))
 
-    def _deal(self, cover: Cover, works: list[Work], totals: np.ndarray, few: list[Work], rest: list[Work]) -> Dealt:
+    def _deal(self, cover: Cover, queue: Queue, dealt: Dealt) -> Dealt:
         """Step 4 once more, since step 5 has settled the prefills: which CPU decodes go to which batch?
 
         Of all ways to cut the queue, the first k into batch-0 and the next into batch-1, as many as hide there or none (then
         the weights are read once), the one with the largest x/T; or what step 4 found, if none is larger.
         """
         if not self.greedy:
-            return few, rest
-        k = np.arange(min(len(works), cover.seats) + 1)
-        m = totals.searchsorted(totals[k] + cover.room1[k], "right") - 1 - k
-        hidden = np.concatenate(([True], totals[k] <= cover.room0[m], totals[k] <= cover.room0[0]))
-        k, m = np.concatenate(([len(few)], k, k)), np.concatenate(([len(rest)], m, 0 * m))
-        rates = self._rates(cover, k, m) * (hidden & (k + m > 0))
-        best = int(rates.argmax())
-        if best == 0:
-            return few, rest
-        return works[: k[best]], works[k[best] : k[best] + m[best]]
+            return dealt
+        on_cpu, _, totals = queue
+        n = min(len(on_cpu), cover.seats) + 1
+        k, load = np.arange(n), totals[:n]
+        m = totals.searchsorted(load + cover.room1[:n], "right") - 1 - k
+        sound = np.concatenate(((True,), load <= cover.room0[m], load <= cover.room0[0]))
+        ks, ms = np.concatenate(((len(dealt[0]),), k, k)), np.concatenate(((len(dealt[1]),), m, np.zeros_like(m)))
+        best = int((self._rates(cover, ks, ms) * (sound & (ks + ms > 0))).argmax())
+        return (on_cpu[: ks[best]], on_cpu[ks[best] : ks[best] + ms[best]]) if best else dealt
 
     def _rates(self, cover: Cover, k: np.ndarray, m: np.ndarray) -> np.ndarray:
         """x/T with k CPU decodes in batch-0 and m in batch-1, all hidden: T is then the GPU's own work."""
@@ -206,43 +213,40 @@ class Neo(Scheduler):
         once_s = costs.head.each(count) + costs.overhead(stages._replace(ca0=1.0))  # in either batch alike
         return count / np.maximum(costs.num_layers * layer_s + once_s, 1e-12)
 
-    def _late(
-        self, cover: Cover, works: Sequence[Work], few: list[Work], rest: list[Work]
-    ) -> tuple[Dealt, tuple[int, ...]]:
+    def _late(self, cover: Cover, oldest: Request, dealt: Dealt) -> tuple[Dealt, Forced]:
         """Whoever has waited longest, and too long, is served beside the others, or alone in batch-0 where that has the larger
         x/T; but not within `PATIENCE` plans after a forced one. Also returns its id."""
-        if min(self.unforced, self.skipped.get(works[0].request, 0)) < self.PATIENCE:
-            return (few, rest), ()
-        oldest = works[0]
-        beside = (few, rest) if oldest in few or oldest in rest else (few, [*rest, oldest])
-        ways = (beside, ([oldest], list[Work]())) if self.greedy and cover.seats else (beside,)
-        return max(ways, key=lambda way: self._two(cover.first, *way).rate), (oldest.request.id,)
+        if min(self.unforced, self.plans - self.skipped.get(oldest, self.plans)) < self.PATIENCE:
+            return dealt, ()
+        few, rest = dealt
+        beside = dealt if oldest in few or oldest in rest else (few, [*rest, oldest])
+        ways = (beside, ([oldest], list[Request]())) if self.greedy and cover.seats else (beside,)
+        return max(ways, key=lambda way: self._two(cover.first, way).rate), (oldest.id,)
 
     def _step6_decide(
-        self, prefills: tuple[list[Prefill], list[Prefill]], on_gpu: OnGpu, few: list[Work], rest: list[Work],
-        forced: tuple[int, ...],
-    ) -> tuple[Candidate, Candidate, tuple[int, ...]]:  # fmt: skip
+        self, tried: list[Prefill], kept: list[Prefill], on_gpu: OnGpu, dealt: Dealt, forced: Forced
+    ) -> tuple[Candidate, Candidate, Forced]:
         """The candidate with the larger x/T first; the inequalities rule out a two-batch one that breaks them."""
-        tried, kept = prefills
         one = self.costs.candidate("GPU only", (on_gpu.batch(self._floored(tried, on_gpu)),), on_gpu.ga0)
-        two = self._two(on_gpu.batch(kept), few, rest, on_gpu.ga0)
+        two = self._two(on_gpu.batch(kept), dealt, on_gpu.ga0)
         if not one.requests:  # nothing for the GPU: neither inequality admits anything, and whatever is on the CPU runs
             parts = halves(decodes_of(self.running))
             two = self.costs.candidate("two batches", [SubBatch(cpu_decodes=part) for part in parts])
             forced = () if two.stages.holds else (-1,)
             return two, one, forced
         better = two.rate > one.rate and two.stages.holds
-        if (few or rest) and (better or forced or not self.greedy):
+        if any(dealt) and (better or forced or not self.greedy):
             return two, one, () if better else forced
         return one, two, ()
 
     # ---- What they share ----
 
-    def _by_age(self) -> list[Work]:
-        """The CPU decodes, whoever was passed over most often first."""
-        on_cpu = [r for r in self.running if r.device == "cpu"]
-        first = sorted([r for r in on_cpu if r in self.skipped], key=self.skipped.__getitem__, reverse=True)
-        return decodes_of(first + [r for r in on_cpu if r not in self.skipped])
+    def _by_age(self) -> Queue:
+        """Whoever was passed over the longest first, then the others in order of arrival."""
+        on_cpu = [*self.skipped, *[r for r in self.running if r.device == "cpu" and r not in self.skipped]]
+        own = self.costs.cpu_request_tokens
+        loads = [r.num_computed + 1 + own for r in on_cpu]
+        return Queue(on_cpu, loads, np.array([0.0, *loads]).cumsum())
 
     def _cover(self, first: SubBatch, count: int, ga0: float | None = None) -> Cover:
         """With 0 to `count` CPU decodes in either batch: what all steps ask for, worked out once."""
@@ -252,44 +256,53 @@ class Neo(Scheduler):
         seats = max(0, self.config.max_batched_tokens - first.num_tokens)
         return Cover(first, stages, linear0, linear1, room0, room1, seats)
 
-    def _two(self, first: SubBatch, few: list[Work], rest: list[Work], ga0: float | None = None) -> Candidate:
-        name = "two batches" if rest else "one batch with CPU decodes"
-        batches = SubBatch(first.prefills, first.gpu_decodes, tuple(few)), SubBatch(cpu_decodes=tuple(rest))
-        return self.costs.candidate(name, batches, ga0)
+    def _two(self, first: SubBatch, dealt: Dealt, ga0: float | None = None) -> Candidate:
+        few, rest = dealt
+        batches = SubBatch(first.prefills, first.gpu_decodes, decodes_of(few)), SubBatch(cpu_decodes=decodes_of(rest))
+        return self.costs.candidate("two batches" if rest else "one batch with CPU decodes", batches, ga0)
 
-    def _floored(self, prefills: Sequence[Prefill], on_gpu: OnGpu) -> list[Prefill]:
-        """The GPU-only candidate's prefills: those of the CPU taken back from the end, down to the floor."""
-        kept, tokens = list(prefills), len(on_gpu.works) + sum([w.length for w, _ in prefills])
+    def _floored(self, prefills: list[Prefill], on_gpu: OnGpu, two: Candidate | None = None) -> list[Prefill]:
+        """Without those of the CPU at the end, down to the floor; in step 5 only while the inequalities of `two` hold."""
+        tokens = two.batches[0].num_tokens if two else len(on_gpu.works) + sum([w.length for w, _ in prefills])
+        kept, stages = list(prefills), two.stages if two else None
         while kept and kept[-1][1] == "cpu" and tokens - kept[-1][0].length >= self.floor:
-            tokens -= kept.pop()[0].length
+            tokens -= kept[-1][0].length
+            if stages:
+                pref0 = stages.pref0 - self.costs.t_prefill_attn([kept[-1][0]])
+                stages = stages._replace(l0=self.costs.t_linear(tokens), pref0=pref0)
+                if not stages.holds:
+                    break
+            kept.pop()
         return kept
 
-    def _account(
-        self, chosen: Candidate, few: list[Work], rest: list[Work], prefills: list[Prefill], forced: tuple[int, ...]
-    ) -> dict[int, str]:
-        """Counts who was passed over, and says of each request why it is where it is."""
-        reasons = {w.request.id: "waits: taken back in step 5, down to the floor" for w, _ in prefills}
+    def _count_skipped(self, chosen: Candidate, queue: Queue, forced: Forced) -> None:
+        """Whoever is served waits no more; whoever is passed over for the first time follows those who were before."""
+        self.skipped.update(dict.fromkeys(queue.requests[len(self.skipped) :], self.plans))
+        for work in [w for batch in chosen.batches for w in batch.cpu_decodes]:
+            del self.skipped[work.request]
+        self.plans += 1
+        self.unforced = 0 if max(forced, default=-1) >= 0 else self.unforced + 1
+
+    def _reasons(
+        self, chosen: Candidate, on_gpu: OnGpu, queue: Queue, dealt: Dealt, prefills: list[Prefill], forced: Forced
+    ) -> list[tuple[list[Request], str]]:
+        """Of whom and why they are where they are; what is said of a request last counts."""
+        said = [(queue.requests, "skipped: it would break both inequalities")]
+        if chosen.name == "GPU only":
+            said += [(part, "skipped: GPU-only has the higher x/T") for part in dealt]
+        said.append(([w.request for w, _ in prefills], "waits: taken back in step 5, down to the floor"))
+        said.append((on_gpu.requests, "batch-0: its KV is on the GPU"))
         for batch, text, spare in zip(chosen.batches, ("batch-0", "batch-1"), chosen.stages.slack[::-1], strict=False):
             held = "within its inequality" if chosen.stages.holds or spare >= 0 else "though its inequality breaks"
-            for w in batch.prefills:
-                reasons[w.request.id] = f"{text}: prefill, KV to the {w.request.device} pool"
-            reasons.update(dict.fromkeys([w.request.id for w in batch.gpu_decodes], "batch-0: its KV is on the GPU"))
-            ids = [w.request.id for w in batch.cpu_decodes]
-            reasons.update(dict.fromkeys(ids, f"{text}: CPU decode {held}"))
-            reasons.update((i, f"{text}: CPU decode that has waited too long") for i in forced if i in ids)
-        passed = [r for r in self.running if r.id not in reasons]
-        self.skipped = {r: self.skipped.get(r, 0) + 1 for r in passed}
-        self.unforced = 0 if max(forced, default=-1) >= 0 else self.unforced + 1
-        reasons.update(dict.fromkeys([r.id for r in passed], "skipped: it would break both inequalities"))
-        if chosen.name == "GPU only":
-            reasons.update((w.request.id, "skipped: GPU-only has the higher x/T") for w in (*few, *rest))
-        return reasons
-
-    def _homes(self) -> tuple[Device, ...]:
-        return ("gpu", "cpu")
+            said += [([w.request], f"{text}: prefill, KV to the {w.request.device} pool") for w in batch.prefills]
+            on_cpu = [w.request for w in batch.cpu_decodes]
+            late = [r for r in on_cpu if r.id in forced]
+            said += [(on_cpu, f"{text}: CPU decode {held}"), (late, f"{text}: CPU decode that has waited too long")]
+        return said
 
     def _make_way(self, victim: Request, moves: list[Move]) -> str:
         """From the GPU to the CPU, where it goes on decoding; from the CPU nowhere, or the two could swap for ever."""
+        self.skipped.pop(victim, None)
         fits = self.blocks.fits_ever(victim, "cpu") and len(victim.block_table) <= self.blocks.free("cpu")
         if victim.device == "cpu" or not fits:
             self._drop(victim)
@@ -308,6 +321,7 @@ class Neo(Scheduler):
             slack = max(on_gpu, self.blocks.total["gpu"] // 20) if on_gpu else 0
             if self.blocks.needed(request.num_tokens) + slack > self.blocks.free("gpu"):
                 return
+            self.skipped.pop(request, None)
             moves.append(self.blocks.move(request, "gpu"))
             self.blocks.grow(request, request.num_tokens)
             on_gpu += 1
@@ -318,27 +332,22 @@ class Asymmetric(Neo):
     """NEO's pipeline (figure 5) filled by a fixed rule, steps 1 to 4 alone: the GPU until it is full, then the CPU."""
 
     PATIENCE = 8
+    FLOOR = 2**62  # no prefill is taken back
     greedy = False
-
-    def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
-        super().__init__(config, blocks, costs)
-        self.floor = 2**62  # tokens: no prefill is taken back
 
 
 class FastDecodePlus(Neo):
     """The paper's FastDecode+ (figure 8): NEO's pipeline with every decode on the CPU, whether or not it can be hidden."""
 
+    homes = ("cpu",)
     greedy = False
-
-    def _homes(self) -> tuple[Device, ...]:
-        return ("cpu",)
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Nobody decodes on the GPU."""
 
-    def _overflow(self, works: Sequence[Work], few: list[Work], rest: list[Work]) -> None:
-        for batch, half in zip((rest, few), halves(works), strict=False):
-            batch += half
+    def _overflow(self, skipped: list[Request], few: list[Request], rest: list[Request]) -> None:
+        for batch, half in zip((rest, few), halves(decodes_of(skipped)), strict=False):
+            batch += [w.request for w in half]
 
 
 class NeoReleased(Neo):
@@ -353,7 +362,6 @@ class NeoReleased(Neo):
 
     def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
         super().__init__(config, blocks, costs and replace(costs, launch_s=self.LAUNCH_S))
-        self.floor = self.FLOOR
 
 
 POLICIES: dict[str, type[Scheduler]] = {

@@ -6,9 +6,9 @@ the timeline can trust what they read. Called by the scheduler (builds), the exe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -96,9 +96,9 @@ class Work(NamedTuple):
 _work = partial(tuple.__new__, Work)  # a third cheaper than Work(...), and an iteration has hundreds
 
 
-def decodes_of(requests: Iterable[Request]) -> list[Work]:
+def decodes_of(requests: Iterable[Request]) -> tuple[Work, ...]:
     """The newest token of each."""
-    return [_work((r, r.num_computed, 1)) for r in requests]
+    return tuple([_work((r, r.num_computed, 1)) for r in requests])
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,8 @@ class Move:
 class IterationPlan:
     """One iteration, decided. `moves` run first and in order: a later one may reuse what an earlier one freed.
 
-    A load-aware policy also says what it weighed (`candidates`, the chosen one first), why each request is where it is
-    (`reasons`, by id), and whom it runs against its own rule since they waited too long (`forced`; id -1: nothing else
-    could run).
+    A load-aware policy also says what it weighed (`candidates`, the chosen one first), why requests are where they are
+    (`said`), and whom it runs against its own rule since they waited too long (`forced`; id -1: nothing else could run).
     """
 
     mode: str
@@ -145,11 +144,18 @@ class IterationPlan:
     moves: tuple[Move, ...] = ()
     why: tuple[str, ...] = ()  # one sentence for each decision, for people
     candidates: tuple[Candidate, ...] = ()
-    reasons: Mapping[int, str] = field(default_factory=dict)
+    said: Sequence[
+        tuple[Sequence[Request], str]
+    ] = ()  # of whom and what; of two about the same request the last counts
     forced: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.moves) or any(len(b) for b in self.batches)
+
+    @cached_property
+    def reasons(self) -> Mapping[int, str]:
+        """Why each request is where it is, by id: worked out only when somebody asks."""
+        return {request.id: why for requests, why in self.said for request in requests}
 
     @property
     def work(self) -> Iterator[Work]:

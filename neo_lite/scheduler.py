@@ -19,13 +19,13 @@ from neo_lite.request import OTHER, Device, IterationPlan, Move, Request, SubBat
 
 
 class Scheduler:
-    """Continuous batching with all KV and all decode attention in one pool, `home`; the other pool only parks.
+    """Continuous batching with all KV and all decode attention in one pool, the home; the other pool only parks.
 
     Oldest first: the oldest running request can take every block of the pool, and a request that could never fit is
     refused on arrival, so each iteration makes progress and every admitted request finishes.
     """
 
-    home: Device = "gpu"
+    homes: tuple[Device, ...] = ("gpu",)  # the pools where a request may decode
     chunked_prefill = True
 
     def __init__(self, config: EngineConfig, blocks: Blocks, costs: Profile | None = None) -> None:
@@ -36,26 +36,20 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Refuses a request whose pool could never hold it."""
-        if not self._fits_ever(request):
-            home = max(self._homes(), key=lambda d: self.blocks.total[d])
+        if not any(self.blocks.fits_ever(request, device) for device in self.homes):
+            home = max(self.homes, key=lambda d: self.blocks.total[d])
             pool, tokens = self.blocks.total[home], request.max_total_tokens
             raise NeoLiteError(
                 f"the request may grow to {tokens} tokens ({self.blocks.needed(tokens)} blocks) and the {home} pool"
                 f" has {pool} blocks: shorten the prompt, lower max_tokens, or raise {home}_kv_tokens"
             )
 
-    def _fits_ever(self, request: Request) -> bool:
-        return any(self.blocks.fits_ever(request, device) for device in self._homes())
-
-    def _homes(self) -> tuple[Device, ...]:
-        """The pools where a request may decode."""
-        return (self.home,)
-
     def remove(self, request: Request) -> None:
         """Takes a finished or cancelled request out of its queue and its blocks back."""
-        for queue in (self.waiting, self.running, self.parked):
+        for queue in (self.running, self.parked, self.waiting):  # the shortest first: thousands may wait
             if request in queue:
                 queue.remove(request)
+                break
         self.blocks.release(request)
 
     @property
@@ -64,18 +58,13 @@ class Scheduler:
 
     def plan(self, now_s: float) -> IterationPlan:
         """Decodes first, then who is parked, then prefills in order of arrival, within the token budget."""
-        moves: list[Move] = []
-        why: list[str] = []
+        moves, why = list[Move](), list[str]()
         self._make_room(moves, why)
-        calm = not why  # whoever had to make way is not brought back in the same iteration, and nobody new comes
-        if calm:
+        if calm := not why:  # whoever had to make way is not brought back in the same iteration, and nobody new comes
             self._resume(moves, why)
         decodes = decodes_of(r for r in self.running if decoding(r))
-        prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, why)
-        for work in prefills:
-            if work.request.first_scheduled_s is None:
-                work.request.first_scheduled_s = now_s
-        batches = self._batches(prefills, decodes, why)
+        prefills = self._prefills(self.config.max_batched_tokens - len(decodes), calm and not self.parked, now_s, why)
+        batches = self._batches(tuple(prefills), decodes)
         return IterationPlan(self.config.mode, batches, tuple(moves), tuple(why))
 
     # ---- What the policies share ----
@@ -85,7 +74,7 @@ class Scheduler:
         size = self.blocks.block_size
         for request in [r for r in self.running if r.num_computed >= len(r.block_table) * size]:  # one in sixteen
             while (not why or request in self.running) and not self.blocks.grow(request, request.num_tokens):
-                victim = [r for r in self.running if r.device == request.device][-1]
+                victim = next(r for r in reversed(self.running) if r.device == request.device)
                 self.running.remove(victim)
                 pool = f"r{victim.id} makes way: {victim.device} pool of {self.blocks.total[victim.device]} blocks full"
                 why.append(f"{pool}; {self._make_way(victim, moves)}")
@@ -95,15 +84,15 @@ class Scheduler:
         request.num_recomputes += 1
         self.waiting.appendleft(request)
 
-    def _prefills(self, budget: int, admit: bool, why: list[str]) -> list[Work]:
+    def _prefills(self, budget: int, admit: bool, now_s: float, why: list[str]) -> list[Work]:
         """Chunks of who has begun, then of who waits; without chunking the first prompt may exceed the budget."""
         works: list[Work] = []
         begun = deque(r for r in self.running if not decoding(r))
         while budget > 0:
             if not begun and admit and self.waiting and len(self.running) < self.config.max_seqs:
                 whole = self.chunked_prefill or not works or self.waiting[0].num_tokens <= budget
-                if whole and (device := self._place(self.waiting[0])):
-                    begun.append(self._admit(self.waiting.popleft(), device, why))
+                if whole and self._room(self.waiting[0]):
+                    begun.append(self._admit(self.waiting.popleft(), self.homes[0], now_s, why))
             if not begun:
                 break
             request = begun.popleft()
@@ -114,8 +103,9 @@ class Scheduler:
             budget -= length
         return works
 
-    def _admit(self, request: Request, device: Device, why: list[str]) -> Request:
+    def _admit(self, request: Request, device: Device, now_s: float, why: list[str]) -> Request:
         request.device = device
+        request.first_scheduled_s = now_s if request.first_scheduled_s is None else request.first_scheduled_s
         self.blocks.grow(request, request.num_tokens)
         self._enter(request)
         why.append(f"r{request.id} admitted: {request.num_tokens} tokens in {len(request.block_table)} {device} blocks")
@@ -125,17 +115,13 @@ class Scheduler:
         """Among those that run, by arrival: who came back or was swapped out keeps its age."""
         insort(self.running, request, key=lambda r: r.id)
 
-    def _room(self, request: Request, device: Device, slack: int = 0) -> bool:
-        """Room for all its tokens, `slack` blocks, and a block for each that runs there, so that none leaves at once."""
-        there = sum(r.device == device for r in self.running)
-        needed = self.blocks.needed(request.num_tokens) + there + slack
-        return needed <= self.blocks.free(device)
+    def _room(self, request: Request) -> bool:
+        """Room at home for all its tokens, and a block for each that runs there, so that none leaves at once."""
+        home = self.homes[0]
+        there = sum(r.device == home for r in self.running)
+        return self.blocks.needed(request.num_tokens) + there <= self.blocks.free(home)
 
     # ---- What a policy decides ----
-
-    def _place(self, request: Request) -> Device | None:
-        """The pool for a request that waits; None: not now."""
-        return self.home if self._room(request, self.home) else None
 
     def _make_way(self, victim: Request, moves: list[Move]) -> str:
         """Takes a request that is no longer running out of its full pool; says how."""
@@ -149,15 +135,16 @@ class Scheduler:
 
     def _resume(self, moves: list[Move], why: list[str]) -> None:
         """Brings back who was parked, oldest first."""
-        while self.parked and len(self.running) < self.config.max_seqs and self._room(self.parked[0], self.home):
+        home = self.homes[0]
+        while self.parked and len(self.running) < self.config.max_seqs and self._room(self.parked[0]):
             request = self.parked.popleft()
-            moves.append(self.blocks.move(request, self.home))
+            moves.append(self.blocks.move(request, home))
             self.blocks.grow(request, request.num_tokens)
             self._enter(request)
-            why.append(f"r{request.id} comes back: {self.blocks.free(self.home)} {self.home} blocks stay free")
+            why.append(f"r{request.id} comes back: {self.blocks.free(home)} {home} blocks stay free")
 
-    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
-        return (SubBatch(tuple(prefills), gpu_decodes=tuple(decodes)),)
+    def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
+        return (SubBatch(prefills, gpu_decodes=decodes),)
 
 
 class Unchunked(Scheduler):
@@ -172,19 +159,19 @@ class SimpleOffloading(Scheduler):
     A prompt is prefilled whole: its KV leaves for the CPU layer by layer, where a second chunk could not see it.
     """
 
-    home: Device = "cpu"
+    homes: tuple[Device, ...] = ("cpu",)
     chunked_prefill = False
 
-    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
-        return (SubBatch(tuple(prefills), cpu_decodes=tuple(decodes)),)
+    def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
+        return (SubBatch(prefills, cpu_decodes=decodes),)
 
 
 class Symmetric(SimpleOffloading):
     """FastDecode's pipeline (figure 4): two equal sub-batches of CPU decodes take turns; prefills run on their own."""
 
-    def _batches(self, prefills: list[Work], decodes: list[Work], why: list[str]) -> tuple[SubBatch, ...]:
+    def _batches(self, prefills: tuple[Work, ...], decodes: tuple[Work, ...]) -> tuple[SubBatch, ...]:
         if prefills:
-            return (SubBatch(tuple(prefills)),)
+            return (SubBatch(prefills),)
         return tuple(SubBatch(cpu_decodes=half) for half in halves(decodes))
 
 

@@ -322,7 +322,7 @@ def lane(ax, y, stages, layer_ms):
 
 # %%
 def draw(ax, candidate):
-    ms = {name: 1e3 * seconds for name, seconds in vars(candidate.stages).items()}
+    ms = {name: 1e3 * seconds for name, seconds in candidate.stages._asdict().items()}
     layer = 1e3 * candidate.stages.layer
     bubble, idle = layer - 1e3 * candidate.stages.gpu, layer - ms["ca0"] - ms["ca1"]
     lane(ax, 1, [(n, ms[n]) for n in ("l0", "pref0", "ga0")] + [("bubble", bubble), ("l1", ms["l1"])], layer)

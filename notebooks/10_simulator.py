@@ -207,9 +207,9 @@ _ = plots.save_figure(fig, "10_runs", "simulated", f"{SLICE}, 14 threads; 150 re
 
 # %%
 class OneAfterAnother(Profile):
-    def stages(self, batches):
-        s = super().stages(batches)
-        return replace(s, ga0=s.ga0 + s.ca0 + s.ca1, ca0=0.0, ca1=0.0)
+    def stages(self, batches, ga0=None):
+        s = super().stages(batches, ga0)
+        return s._replace(ga0=s.ga0 + s.ca0 + s.ca1, ca0=0.0, ca1=0.0)
 
 
 # %% [markdown]

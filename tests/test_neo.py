@@ -95,7 +95,7 @@ def test_step_4_fills_batch_1_then_batch_0_and_skips_the_rest_who_come_first_nex
     first, second = plan.batches
     assert ids(second.cpu_decodes) == [1, 3], "25; 20 would exceed 40; 25 + 15 = 40"
     assert ids(first.cpu_decodes) == [2, 5], "20; 20 + 30 exceeds 44; 20 + 12 = 32"
-    assert plan.reasons[4] == "skipped: it would break both inequalities" and s.skipped == {s.running[4]: 1}
+    assert plan.reasons[4] == "skipped: it would break both inequalities" and s.skipped == {s.running[4]: 0}
     again = s.plan(0.0)
     assert ids(again.batches[1].cpu_decodes)[0] == 4
 
@@ -171,11 +171,11 @@ def test_what_is_dealt_is_weighed_as_the_candidates_of_step_6_are():
     s.costs = replace(
         BY_HAND, head=Curve([(1, 0.5), (9, 4.5)]), overhead_s=0.1, prefill_overhead_s=0.2, pair_overhead_s=0.4
     )
-    works = [Work(running(s, "cpu", 10, i), 9, 1) for i in range(1, 5)]
+    on_cpu = [running(s, "cpu", 10, i) for i in range(1, 5)]
     gpu, prompt = Work(running(s, "gpu", 300, 0), 299, 1), Work(Request(9, (1,) * 20), 0, 20)
     for first in (SubBatch((), (gpu,)), SubBatch((prompt,), (gpu,))):
         for k, m in ((1, 0), (2, 0), (0, 2), (1, 1), (2, 2)):
-            two = s._two(first, works[:k], works[k : k + m])
+            two = s._two(first, (on_cpu[:k], on_cpu[k : k + m]))
             assert two.stages.holds
             assert s._rates(s._cover(first, 4), np.array([k]), np.array([m])) == pytest.approx(two.rate)
 

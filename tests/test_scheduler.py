@@ -71,7 +71,7 @@ def assert_all_free(engine: Engine) -> None:
 def test_every_admitted_request_finishes(mode, lengths, gpu, cpu, budget, seqs):
     sizes = {"gpu_kv_tokens": gpu * 4, "cpu_kv_tokens": cpu * 4, "block_size": 4}
     engine = engine_with(mode, max_batched_tokens=budget, max_seqs=seqs, **sizes)
-    admitted, home = [], engine.scheduler.home
+    admitted, home = [], engine.scheduler.homes[0]
     for prompt, output in lengths:
         fits = -(-(prompt + output - 1) // 4) <= (
             max(gpu, cpu) if mode == "asymmetric" else {"gpu": gpu, "cpu": cpu}[home]
