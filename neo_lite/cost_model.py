@@ -1,7 +1,7 @@
 """How long the stages of one layer take, so that a scheduler can weigh plans before it runs them. Torch-free.
 
-Two sources, one object: a `Profile` measured on one machine for one model (`profiler` makes it), or `roofline`, the same
-curves from a `HardwareSpec`: bytes over bandwidth, FLOPs over rate. Seconds, of one layer unless the name says otherwise.
+Two sources, one object: a `Profile` measured on one machine for one model (`profiler` makes it), or `hardware.roofline`, the
+same curves from a `HardwareSpec`: bytes over bandwidth, FLOPs over rate. Seconds, of one layer unless the name says otherwise.
 The scheduler weighs candidates with it, the simulator advances its clock by it.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from neo_lite.config import DTYPE_BYTES, HardwareSpec, ModelConfig, NeoLiteError, is_int, is_number
+from neo_lite.config import NeoLiteError, is_int, is_number
 from neo_lite.request import SubBatch, Work
 
 Points = Sequence[tuple[float, float]]  # (x, seconds), x rising, seconds never falling
@@ -269,40 +269,3 @@ def machine_in(stamp: Mapping[str, Any]) -> str:
 def kv_tokens(works: Iterable[Work]) -> int:
     """KV tokens that their attention reads in each layer."""
     return sum([start + length for _, start, length in works])
-
-
-WIDTHS = sorted({round(2 ** (i / 4)) for i in range(4 * 17 + 1)})  # 1 to 131,072, four points an octave
-
-
-def roofline(hardware: HardwareSpec, model: ModelConfig, dtype: str = "float16", ranks: int = 0) -> Profile:
-    """The profile of a machine that nobody has measured, at points close enough to interpolate between.
-
-    A stage takes ((bytes / bandwidth)^p + (FLOPs / rate)^p)^(1/p): p = infinity is the textbook's roofline, and
-    `hardware.sharpness` what a GPU was seen to do near the ridge. Each of `ranks` (0: all GPUs) has its share of heads,
-    columns and of the host's memory bandwidth, and a link of its own.
-    """
-    h, size, ranks = hardware, DTYPE_BYTES[dtype], ranks or hardware.num_gpus
-    weights = model.layer_parameters / ranks
-    kv_bytes = 2 * model.num_kv_heads * model.head_dim * size / ranks  # of one token in one layer
-    head = model.vocab_size * model.hidden_size / ranks
-    width = model.num_heads * model.head_dim / ranks
-
-    def time_s(num_bytes: float, flops: float) -> float:
-        p = h.sharpness
-        return ((num_bytes / h.gpu_bytes_per_s) ** p + (flops / h.gpu_flops_per_s) ** p) ** (1 / p)
-
-    def all_reduce_s(n: int) -> float:
-        return 2 * (h.all_reduce_s + n * model.hidden_size * size / h.all_reduce_bytes_per_s) if ranks > 1 else 0.0
-
-    cpu_bytes_per_s, link = h.cpu_bytes_per_s / ranks, h.link_bytes_per_s
-    return Profile(
-        model.num_layers,
-        linear=Curve([(n, time_s(weights * size, 2 * weights * n)) for n in WIDTHS]),
-        prefill_attn=Curve([(n, 2 * width * n * n / h.gpu_flops_per_s + h.kernel_s) for n in WIDTHS]),
-        gpu_attn=Curve([(n, n * kv_bytes / h.gpu_attn_bytes_per_s + h.kernel_s) for n in WIDTHS]),
-        cpu_attn=Curve([(n, n * kv_bytes / cpu_bytes_per_s + h.cpu_dispatch_s) for n in WIDTHS]),
-        head=Curve([(n, time_s(head * size, 2 * head * n)) for n in WIDTHS[:45]]),
-        transfer=Curve([(1.0, 0.0), (link * ranks, 1.0)]), all_reduce=Curve([(n, all_reduce_s(n)) for n in WIDTHS]),
-        cpu_request_tokens=2 * width * size / link * cpu_bytes_per_s / kv_bytes, overhead_s=h.overhead_s,
-        model=model.name, dtype=dtype, threads=h.cpu_threads, stamp={"hardware": h.name, **asdict(h)},
-    )  # fmt: skip

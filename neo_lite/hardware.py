@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import timeit
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from neo_lite import machine
-from neo_lite.config import MODELS, EngineConfig, HardwareSpec, ModelConfig, NeoLiteError
-from neo_lite.cost_model import Profile, roofline
+from neo_lite.config import DTYPE_BYTES, MODELS, EngineConfig, HardwareSpec, ModelConfig, NeoLiteError
+from neo_lite.cost_model import Curve, Profile
 
 Part = Mapping[str, tuple[float, str]]  # field -> its value and where that comes from
 _HERE = Path(__file__).parent
@@ -48,6 +49,43 @@ def costs_of(spec: HardwareSpec, model: ModelConfig, dtype: str = "float16") -> 
     """Of a model on a machine: the profile shipped for the two if there is one, else the roofline."""
     path = DATA_DIR / "profiles" / f"{spec.name}_{model.name}_{dtype}.json"
     return Profile.load(path) if path.exists() else roofline(spec, model, dtype)
+
+
+WIDTHS = sorted({round(2 ** (i / 4)) for i in range(4 * 17 + 1)})  # 1 to 131,072, four points an octave
+
+
+def roofline(hardware: HardwareSpec, model: ModelConfig, dtype: str = "float16", ranks: int = 0) -> Profile:
+    """The profile of a machine that nobody has measured, at points close enough to interpolate between.
+
+    A stage takes ((bytes / bandwidth)^p + (FLOPs / rate)^p)^(1/p): p = infinity is the textbook's roofline, and
+    `hardware.sharpness` what a GPU was seen to do near the ridge. Each of `ranks` (0: all GPUs) has its share of heads,
+    columns and of the host's memory bandwidth, and a link of its own.
+    """
+    h, size, ranks = hardware, DTYPE_BYTES[dtype], ranks or hardware.num_gpus
+    weights = model.layer_parameters / ranks
+    kv_bytes = 2 * model.num_kv_heads * model.head_dim * size / ranks  # of one token in one layer
+    head = model.vocab_size * model.hidden_size / ranks
+    width = model.num_heads * model.head_dim / ranks
+
+    def time_s(num_bytes: float, flops: float) -> float:
+        p = h.sharpness
+        return ((num_bytes / h.gpu_bytes_per_s) ** p + (flops / h.gpu_flops_per_s) ** p) ** (1 / p)
+
+    def all_reduce_s(n: int) -> float:
+        return 2 * (h.all_reduce_s + n * model.hidden_size * size / h.all_reduce_bytes_per_s) if ranks > 1 else 0.0
+
+    cpu_bytes_per_s, link = h.cpu_bytes_per_s / ranks, h.link_bytes_per_s
+    return Profile(
+        model.num_layers,
+        linear=Curve([(n, time_s(weights * size, 2 * weights * n)) for n in WIDTHS]),
+        prefill_attn=Curve([(n, 2 * width * n * n / h.gpu_flops_per_s + h.kernel_s) for n in WIDTHS]),
+        gpu_attn=Curve([(n, n * kv_bytes / h.gpu_attn_bytes_per_s + h.kernel_s) for n in WIDTHS]),
+        cpu_attn=Curve([(n, n * kv_bytes / cpu_bytes_per_s + h.cpu_dispatch_s) for n in WIDTHS]),
+        head=Curve([(n, time_s(head * size, 2 * head * n)) for n in WIDTHS[:45]]),
+        transfer=Curve([(1.0, 0.0), (link * ranks, 1.0)]), all_reduce=Curve([(n, all_reduce_s(n)) for n in WIDTHS]),
+        cpu_request_tokens=2 * width * size / link * cpu_bytes_per_s / kv_bytes, overhead_s=h.overhead_s,
+        model=model.name, dtype=dtype, threads=h.cpu_threads, stamp={"hardware": h.name, **asdict(h)},
+    )  # fmt: skip
 
 
 def gpu_kv_tokens(spec: HardwareSpec, model: ModelConfig, dtype: str, max_batched_tokens: int) -> int:

@@ -2,7 +2,8 @@
 
 `cpu_attention.load_kernel` calls it with a rung and its constants, `kernel_bench` with the streaming read. Read it when
 you want to know how a build can fail and what is done about it: a killed compile, two processes at once, a cache that
-moved to another processor, a second OpenMP runtime, no compiler. torch's own loader runs compiler and linker.
+moved to another processor, a second OpenMP runtime, no compiler. The sources include no header of torch: a compiler is all
+that it takes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import ctypes
 import functools
 import hashlib
 import json
-import logging
 import os
 import platform
 import re
@@ -20,8 +20,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,7 +30,6 @@ from neo_lite.machine import cache_folder, read_text
 
 _HERE = Path(__file__).resolve().parent
 KERNELS_DIR = _HERE / "kernels" if (_HERE / "kernels").is_dir() else _HERE.parent / "kernels"
-_environment = threading.Lock()  # os.environ is one for all threads
 
 
 class CompilerMissing(NeoLiteError):
@@ -62,7 +59,7 @@ def _loads(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that dies with its process: torch's own, a file, outlives a killed build and stops all later ones."""
+    """Holds a lock that dies with its process: a mere file would outlive a killed build and stop all later ones."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +106,7 @@ def _cpu_flags() -> str:
 
 def _flags(defines: Sequence[str]) -> list[str]:
     tuned = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return ["-O3", tuned, *defines]
+    return ["-std=c++17", "-O3", "-fPIC", tuned, *defines]
 
 
 def _openmp_library() -> Path | None:
@@ -125,7 +122,7 @@ def _openmp_flags() -> Iterator[tuple[list[str], list[str]]]:
     """Flags to compile and to link with, the best first (others where linking fails); with the last: one thread."""
     library, is_clang = _openmp_library(), "clang" in _compiler(_cxx())
     if library and (library.suffix == ".dylib" or not is_clang):
-        link = [shlex.quote(str(library)), f"-Wl,-rpath,{shlex.quote(str(library.parent))}"]
+        link = [str(library), f"-Wl,-rpath,{library.parent}"]
         yield (["-Xpreprocessor", "-fopenmp"] if library.suffix == ".dylib" else ["-fopenmp"]), link
     if sys.platform != "darwin":
         yield ["-fopenmp"], ["-fopenmp"]
@@ -137,56 +134,27 @@ def _openmp_flags() -> Iterator[tuple[list[str], list[str]]]:
 
 def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
     """Builds into `folder`: build.json, and library.so last, whose presence says that the build is whole."""
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed build left, torch's lock file included
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed build left
     folder.mkdir(parents=True)
     print(f"neo_lite: compiling {source.name} {' '.join(defines)} (once)", file=sys.stderr, flush=True)
+    compiled, linked = folder / "compiled.o", folder / "linked.so"
     for cflags, ldflags in _openmp_flags():
         flags = [*_flags(defines), *cflags]
-        slim = ["-Wl,--as-needed"] if sys.platform == "linux" else []  # not linked with all of torch
-        with tempfile.TemporaryDirectory(dir=folder, prefix="neo_", ignore_cleanup_errors=True) as work:
-            try:
-                library = _run_build(source, Path(work), flags, [*slim, *ldflags])
-            except (RuntimeError, OSError) as error:
-                if list(Path(work).glob("*.o")):
-                    continue  # compiled, but this OpenMP runtime does not link
-                raise _build_error(source, folder, str(error)) from None
+        if said := _complaint([*flags, f"-I{KERNELS_DIR}", "-c", str(source), "-o", str(compiled)]):
+            raise _build_error(source, folder, said)
+        if not _complaint(["-shared", str(compiled), *ldflags, "-o", str(linked)]):
             about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
             (folder / "build.json").write_text(json.dumps(about))
-            os.replace(library, folder / "library.so")
-        return
+            compiled.unlink()
+            os.replace(linked, folder / "library.so")
+            return
     raise NeoLiteError(f"{source}: compiles but does not link with {_cxx()}; is its C++ runtime installed?")
 
 
-def _run_build(source: Path, folder: Path, cflags: list[str], ldflags: list[str]) -> Path:
-    """One compilation in an empty folder, whose name torch has not seen: it builds no name twice. The library's path."""
-    # its warnings, of a CUDA toolkit without a GPU and of unusual compilers, are no business of a CPU kernel
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    from torch.utils import cpp_extension
-
-    with _ninja_on_path():
-        cpp_extension.load(
-            folder.name, [str(source)], extra_cflags=cflags, extra_ldflags=ldflags, build_directory=str(folder),
-            extra_include_paths=[str(KERNELS_DIR)], with_cuda=False, is_python_module=False,
-        )  # fmt: skip
-    return folder / f"{folder.name}.so"
-
-
-@contextlib.contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """Even where only `.venv/bin/python` was called."""
-    with _environment:
-        before = path = os.environ.get("PATH", os.defpath)
-        with contextlib.suppress(ImportError):
-            import ninja
-
-            path = os.pathsep.join([ninja.BIN_DIR, path])
-        if not shutil.which("ninja", path=path):
-            raise CompilerMissing("ninja is missing, which builds the CPU kernels: pip install ninja")
-        os.environ["PATH"] = path
-        try:
-            yield
-        finally:
-            os.environ["PATH"] = before
+def _complaint(arguments: Sequence[str]) -> str:
+    """Runs the compiler; what it says if it fails, else ""."""
+    done = subprocess.run([*shlex.split(_cxx()), *arguments], capture_output=True, text=True, errors="replace")
+    return (done.stderr or "no message") if done.returncode else ""
 
 
 def _build_error(source: Path, folder: Path, log: str) -> NeoLiteError:

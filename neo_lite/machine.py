@@ -263,7 +263,7 @@ def env_report() -> dict[str, Any]:
         "cores": {"cpu_count": os.cpu_count(), "affinity": affinity, "cgroup_quota": min(_cpu_quotas(), default=None)},
         "available_memory_bytes": available_memory_bytes(),
         "read_bandwidth": measure_read_bandwidth(),
-        "versions": {name: _version(name) for name in ("transformers", "numpy", "gguf", "ipywidgets", "ninja")},
+        "versions": {name: _version(name) for name in ("transformers", "numpy", "gguf", "ipywidgets")},
         "compiler": compiler(),
         "kernel": kernel_build(),
     }

@@ -108,14 +108,14 @@ class Pipeline:
         model, stage = self.model, self.streams.stage
         with stage("gpu", "embed", batch=batch):
             x, rope = model.embed(rows.tokens), model.rope(rows.positions)
-            to_gpu, to_cpu = rows.to_gpu.places.long(), rows.to_cpu.places.long()
+            to_cpu, to_gpu = rows.to_cpu.long(), rows.to_gpu.long()
         for layer in range(model.config.num_layers):
             if swapped:
                 self.streams.wait(swapped[layer])
             with stage("gpu", "pre", layer=layer, batch=batch):
                 q, k, v = model.pre_attention(layer, x, rope)
             pending = self.start_cpu(rows.cpu_decodes, batch, layer, q, k, v)
-            self._store(layer, rows, k, v, to_gpu, to_cpu)
+            self._store(layer, k, v, to_cpu, to_gpu)
             attn = self._gpu_attention(rows, batch, layer, q, k, v)
             if pending is not None:
                 yield
@@ -148,13 +148,14 @@ class Pipeline:
                     outputs.append(backend(q[new], k[new], v[new], pool.k[layer], pool.v[layer], part.view))
         return outputs
 
-    def _store(self, layer: int, rows: Rows, k: Tensor, v: Tensor, to_gpu: Tensor, to_cpu: Tensor) -> None:
+    def _store(self, layer: int, k: Tensor, v: Tensor, to_cpu: Tensor, to_gpu: Tensor) -> None:
         """New keys and values to the pool where each request lives; to the CPU's beside the compute stream."""
+        middle, end = len(to_cpu), len(to_cpu) + len(to_gpu)
         if len(to_gpu):
             with self.streams.stage("gpu", "store", layer=layer):
-                self.cache.pools["gpu"].put(layer, k[rows.to_gpu.rows], v[rows.to_gpu.rows], to_gpu)
+                self.cache.pools["gpu"].put(layer, k[middle:end], v[middle:end], to_gpu)
         if len(to_cpu):
-            leave = partial(self.cache.pools["cpu"].put, layer, k[rows.to_cpu.rows], v[rows.to_cpu.rows], to_cpu)
+            leave = partial(self.cache.pools["cpu"].put, layer, k[:middle], v[:middle], to_cpu)
             self.streams.aside("d2h", "store", leave, reads=(k, v), layer=layer)
 
     def _start(self, swap: Swap, plan: IterationPlan) -> list[Any]:

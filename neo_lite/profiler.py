@@ -177,10 +177,8 @@ def _repeated(pipeline: Pipeline, work: Callable[[int], object]) -> Callable[[],
 def _timed(pipeline: Pipeline, work: Callable[[int], object]) -> float:
     """Seconds of `work(layer)`, over the layers in turn until there have been enough."""
     on_one = pipeline.model.shard is None  # several ranks run the same number of layers, without asking the clock
-    most = min(
-        pipeline.model.config.num_layers,
-        MOST_LAYERS if on_one or pipeline.model.device.type == "cuda" else LEAST_LAYERS,
-    )
+    enough = MOST_LAYERS if on_one or pipeline.model.device.type == "cuda" else LEAST_LAYERS
+    most = min(pipeline.model.config.num_layers, enough)
     pipeline.streams.finish()
     start_s = time.perf_counter()
     for layer in range(most):

@@ -42,16 +42,8 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
-    """Rows whose new keys and values go to one pool, and where: int32 `places` as in `KVPool.places`."""
-
-    rows: slice
-    places: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Rows:
-    """One sub-batch. New KV of leaving prefills goes `to_cpu`, beside the compute stream; of CPU decodes, with their q."""
+    """One sub-batch. The new KV of CPU decodes goes with their q."""
 
     on_host: Tensor  # int32: all that is on the device, side by side
     numbers: Tensor  # the same on the device
@@ -61,8 +53,8 @@ class Rows:
     prefills: Part
     gpu_decodes: Part
     cpu_decodes: Part
-    to_cpu: Stored
-    to_gpu: Stored
+    to_cpu: Tensor  # where the KV of leaving prefills goes, the first rows of all, as in `KVPool.places`
+    to_gpu: Tensor  # and of the rows behind them
 
     def fill(self, new: Numbers) -> None:
         """Takes over another iteration's numbers; sizes and widths are the same."""
@@ -85,15 +77,13 @@ class Numbers:
     def rows(self, device: torch.device) -> Rows:
         """Tensors of their own, on the device; those of its CPU decodes' view on the host."""
         on_host, numbers = to_device(self.arrays, device)
-        tokens, positions, last, leaving, staying, *views = cut(numbers, [a.shape for a in self.arrays])
+        tokens, positions, last, to_cpu, to_gpu, *views = cut(numbers, [a.shape for a in self.arrays])
         ends = np.cumsum([0, *(sum(w.length for w in kind) for kind in self.kinds)]).tolist()
         of_cpu = (torch.from_numpy(x.copy()) for x in (self.lens, self.table))
         prefills, on_gpu, on_cpu = (
             Part(kind, slice(*rows), _view(kind, *view))
             for kind, rows, view in zip(self.kinds, zip(ends, ends[1:]), (views[:2], views[2:], of_cpu), strict=True)
         )
-        middle = len(leaving)
-        to_cpu, to_gpu = Stored(slice(0, middle), leaving), Stored(slice(middle, middle + len(staying)), staying)
         return Rows(on_host, numbers, tokens, positions, last, prefills, on_gpu, on_cpu, to_cpu, to_gpu)
 
 

@@ -62,7 +62,7 @@ from matplotlib.ticker import LogLocator
 
 from neo_lite import NeoLiteError, Timeline, build_engine, exercise, hardware, load_model, plots, profiler
 from neo_lite.config import MODELS
-from neo_lite.cost_model import Curve, Profile, Stages, roofline
+from neo_lite.cost_model import Curve, Profile, Stages
 from neo_lite.request import Request, SubBatch, Work
 
 # %% [markdown]
@@ -128,11 +128,11 @@ def linear_s(m, tokens, h, p):
 
 
 # %% [markdown]
-# The package's `roofline` makes a whole cost model like this from a `HardwareSpec`, whose `sharpness` is p. Do we agree
+# The package's `hardware.roofline` makes a whole cost model like this from a `HardwareSpec`, whose `sharpness` is p. Do we agree
 # at every one of its points?
 
 # %%
-roof = roofline(part, llama)
+roof = hardware.roofline(part, llama)
 assert all(abs(linear_s(llama, n, part, part.sharpness) / s - 1) < 1e-9 for n, s in roof.linear.points)
 fitted_to = part.sources["sharpness"].partition(",")[0]
 print(f"{len(roof.linear.points)} points, equal; p = {part.sharpness}, fitted to: {fitted_to}")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_lite.config import MODELS, NeoLiteError
-from neo_lite.cost_model import Curve, Profile, Stages, machine_in, roofline
-from neo_lite.hardware import HARDWARE
+from neo_lite.cost_model import Curve, Profile, Stages, machine_in
+from neo_lite.hardware import HARDWARE, roofline
 from neo_lite.request import Request, SubBatch, Work
 
 MODEL = MODELS["llama-3.1-8b"]
