@@ -17,7 +17,7 @@ import numpy as np
 from neo_lite.blocks import Blocks
 from neo_lite.config import EngineConfig, NeoLiteError
 from neo_lite.cost_model import Candidate, Profile, Stages
-from neo_lite.request import Device, IterationPlan, Move, Request, SubBatch, Work, decodes_of
+from neo_lite.request import Device, IterationPlan, Move, Request, Said, SubBatch, Work, decodes_of
 from neo_lite.scheduler import Scheduler, SimpleOffloading, Symmetric, Unchunked, halves
 
 Prefill = tuple[Work, Device]  # who would be admitted, and where its KV would live
@@ -285,9 +285,9 @@ class Neo(Scheduler):
 
     def _reasons(
         self, chosen: Candidate, on_gpu: OnGpu, queue: Queue, dealt: Dealt, prefills: list[Prefill], forced: Forced
-    ) -> list[tuple[list[Request], str]]:
+    ) -> list[Said]:
         """Of whom and why they are where they are; what is said of a request last counts."""
-        said = [(queue.requests, "skipped: it would break both inequalities")]
+        said: list[Said] = [(queue.requests, "skipped: it would break both inequalities")]
         if chosen.name == "GPU only":
             said += [(part, "skipped: GPU-only has the higher x/T") for part in dealt]
         said.append(([w.request for w, _ in prefills], "waits: taken back in step 5, down to the floor"))

@@ -131,6 +131,9 @@ class Move:
     target_blocks: tuple[int, ...]
 
 
+Said = tuple[Sequence[Request], str]  # of whom, and what
+
+
 @dataclass(frozen=True)
 class IterationPlan:
     """One iteration, decided. `moves` run first and in order: a later one may reuse what an earlier one freed.
@@ -144,9 +147,7 @@ class IterationPlan:
     moves: tuple[Move, ...] = ()
     why: tuple[str, ...] = ()  # one sentence for each decision, for people
     candidates: tuple[Candidate, ...] = ()
-    said: Sequence[
-        tuple[Sequence[Request], str]
-    ] = ()  # of whom and what; of two about the same request the last counts
+    said: Sequence[Said] = ()  # of two about the same request the last counts
     forced: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
