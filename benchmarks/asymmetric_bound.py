@@ -211,6 +211,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def write(args: argparse.Namespace, script: str, name: str, data: dict[str, Any]) -> None:
     """One JSON beside its command and stamp; the name follows the card and its partition."""
     command = f"python benchmarks/{script} --model {args.model} --num-sms {args.num_sms} --threads {args.threads}"
+    command += "".join(f" --{name} {getattr(args, name)}" for name in ("rounds", "cases") if name in args)
     command += " --plain-nodes" if getattr(args, "plain_nodes", False) else ""
     head = {
         "source": "recorded", "what": data.pop("what"), "command": command, "stamp": machine.stamp(args.num_sms or None),

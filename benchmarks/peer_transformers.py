@@ -15,7 +15,7 @@ import gc
 import json
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,16 @@ def peer(c: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
 def theirs(model: Any, args: argparse.Namespace, arrivals: list[Arrival]) -> list[float]:
     """Seconds of each repeat of `generate_batch`, its own warm-up left out by a run before."""
     prompts = [list(random_prompt(a, model.config.vocab_size, args.seed + i)) for i, a in enumerate(arrivals)]
+    names = {field.name for field in fields(transformers.ContinuousBatchingConfig)}
     options = {"num_blocks": -(-args.gpu_kv_tokens // PAGE), "max_batch_tokens": args.max_batched_tokens}
+    options["page_size" if "page_size" in names else "block_size"] = PAGE  # its name up to transformers 5.17
     greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 
     def generate(inputs: list[list[int]], tokens: int) -> float:
         start_s = time.perf_counter()
         done = model.generate_batch(
             inputs=inputs, generation_config=transformers.GenerationConfig(max_new_tokens=tokens, **greedy),
-            continuous_batching_config=transformers.ContinuousBatchingConfig(page_size=PAGE, **options),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(**options),
         )  # fmt: skip
         seconds = time.perf_counter() - start_s
         lengths = {len(answer.generated_tokens) for answer in done.values()}
