@@ -553,8 +553,8 @@ fig.tight_layout(rect=BELOW)
 _ = plots.save_figure(fig, "10_gpu_memory", "simulated", f"{SLICE}, 14 threads; 150 requests of 1,000 + 200")
 
 # %% [markdown]
-# **What it says.** With a quarter of the A10G's pool NEO adds three quarters to the throughput; with four times as
-# much it adds nothing, give or take two percent. With half the pool NEO serves about what the whole one serves without.
+# **What it says.** With a quarter of the A10G's pool NEO doubles the throughput; with four times as much it adds
+# nothing, give or take two percent. With half the pool NEO serves more than the whole one serves without.
 #
 # ### Chunked prefill, against NEO and with it
 #
