@@ -178,11 +178,11 @@ class Symmetric(SimpleOffloading):
 def halves(works: Sequence[Work]) -> list[tuple[Work, ...]]:
     """Two parts of about as many KV tokens each, the longest dealt out first."""
     parts: tuple[list[Work], list[Work]] = ([], [])
-    tokens = [0, 0]
-    for work in sorted(works, key=lambda w: -w.seq_len):
+    tokens, lengths = [0, 0], [start + length for _, start, length in works]
+    for i in sorted(range(len(works)), key=lengths.__getitem__, reverse=True):
         lighter = int(tokens[1] < tokens[0])
-        parts[lighter].append(work)
-        tokens[lighter] += work.seq_len
+        parts[lighter].append(works[i])
+        tokens[lighter] += lengths[i]
     return [tuple(part) for part in parts if part]
 
 
