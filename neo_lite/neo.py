@@ -112,7 +112,7 @@ class Neo(Scheduler):
 
     def _two_batches(self, prefills: list[Prefill], on_gpu: OnGpu, queue: Queue) -> tuple[list[Prefill], Dealt, Forced]:
         """Steps 4 and 5: the prefills kept, the CPU decodes of either batch, and who among them is late."""
-        if not queue.requests:
+        if not queue.requests or not (prefills or on_gpu.works):  # nothing to hide, or behind nothing: see step 6
             return self._step5_reduce(prefills, on_gpu, ([], [])), ([], []), ()
         cover = self._cover(on_gpu.batch(prefills), len(queue.requests), on_gpu.ga0)
         dealt = self._step4_cpu_decodes(cover, queue)
