@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (OSError, UnicodeEncodeError) as error:  # a full disk, a letter that the terminal's encoding lacks
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python flushes again at its end
-        print(f"neo_lite: the output cannot be written: {getattr(error, 'strerror', error)}", file=sys.stderr)
+        print(f"neo_lite: the output cannot be written: {str(error).partition('] ')[2] or error}", file=sys.stderr)
         return 1
 
 

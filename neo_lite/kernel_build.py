@@ -52,8 +52,12 @@ def build_library(source: Path, defines: Sequence[str] = ()) -> Path:
 
 def _loads(folder: Path) -> bool:
     """A whole build, whose library is one: a full disk or a copied cache may leave another thing."""
+    return (folder / "build.json").is_file() and _opens(folder / "library.so")
+
+
+def _opens(library: Path) -> bool:
     with contextlib.suppress(OSError):
-        return (folder / "build.json").is_file() and bool(ctypes.CDLL(str(folder / "library.so")))
+        return bool(ctypes.CDLL(str(library)))
     return False
 
 
@@ -142,13 +146,16 @@ def _compile(source: Path, defines: Sequence[str], folder: Path) -> None:
         flags = [*_flags(defines), *cflags]
         if said := _complaint([*flags, f"-I{KERNELS_DIR}", "-c", str(source), "-o", str(compiled)]):
             raise _build_error(source, folder, said)
-        if not _complaint(["-shared", str(compiled), *ldflags, "-o", str(linked)]):
+        # a compiler for C links a library that nobody can open
+        if not _complaint(["-shared", str(compiled), *ldflags, "-o", str(linked)]) and _opens(linked):
             about = {"source": str(source), "flags": flags, "link": ldflags, "compiler": _compiler(_cxx())}
             (folder / "build.json").write_text(json.dumps(about))
             compiled.unlink()
             os.replace(linked, folder / "library.so")
             return
-    raise NeoLiteError(f"{source}: compiles but does not link with {_cxx()}; is its C++ runtime installed?")
+    raise CompilerMissing(
+        f"CXX={_cxx()} makes no library of {source.name}: set CXX to g++ or clang++, with its C++ runtime"
+    )
 
 
 def _complaint(arguments: Sequence[str]) -> str:
@@ -159,6 +166,8 @@ def _complaint(arguments: Sequence[str]) -> str:
 
 def _build_error(source: Path, folder: Path, log: str) -> NeoLiteError:
     (folder / "error.log").write_text(log)
+    if "No space left" in log:
+        return NeoLiteError(f"the disk of {folder} is full: make room, or set NEO_LITE_CACHE to another folder")
     lines = [line for line in log.splitlines() if "error:" in line] or log.splitlines() or ["no message"]
     remedy = f"correct it, or set CXX if {_cxx()} is at fault; all of it: {folder / 'error.log'}"
     return NeoLiteError(f"{source.name} does not compile: {lines[0].strip()[:200]} ({remedy})")

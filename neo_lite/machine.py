@@ -237,12 +237,10 @@ def command_line(name: str, args: argparse.Namespace, launcher: str = "") -> str
 
 
 def compiler() -> str | None:
-    """The C++ compiler's path and version: $CXX, else g++, clang++ or c++; None if there is none."""
-    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
-        path = shutil.which(name.split()[0])
-        if path and (version := _run(path, "--version")):
-            return f"{path} ({version})"
-    return None
+    """Path and version of the C++ compiler that makes the kernels: $CXX, else c++; None if it is not there."""
+    path = shutil.which((os.environ.get("CXX") or "c++").split()[0])
+    version = _run(path, "--version") if path else None
+    return f"{path} ({version})" if version else None
 
 
 def kernel_build() -> str:
@@ -279,7 +277,7 @@ def course(report: dict[str, Any]) -> dict[str, str]:
     return {
         "scheduler, simulator": "yes",
         "notebooks 00 to 05": f"yes, on {card['name'] if card else 'the CPU'}" if torch_there else "no: install torch",
-        "CPU attention in C++": "yes" if report["compiler"] else kernel,
+        "CPU attention in C++": kernel if report["kernel"].startswith("none") else "yes",
         "GPU timelines": "yes, measured here" if card else "no GPU: recorded measurements, labelled as such",
         "bfloat16 on the GPU": "yes" if new else f"{why_not}: fp16 there" if card else why_not,
         "Triton kernels": "yes" if new else f"{why_not}: SDPA there" if card else why_not,

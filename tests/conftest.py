@@ -54,5 +54,5 @@ def compiler() -> str:
 
     found = machine.compiler()
     if found is None:
-        missing("no C++ compiler (CXX, c++, g++, clang++) is on this machine")
+        missing("no C++ compiler (CXX, else c++) is on this machine")
     return found

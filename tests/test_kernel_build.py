@@ -117,3 +117,27 @@ def test_a_compiler_may_have_flags_of_its_own(source: Path, monkeypatch: pytest.
     monkeypatch.setenv("CXX", "c++ -DVALUE=6")
     source.write_text(SOURCE % "VALUE")
     assert ctypes.CDLL(str(kernel_build.build_library(source) / "library.so")).answer() == 6
+
+
+@pytest.mark.parametrize("compiler", ["cc", "true"])
+def test_a_compiler_that_makes_no_cpp_library_is_named(
+    source: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    """cc links C++ without its runtime and does not complain; `true` never does."""
+    monkeypatch.setenv("CXX", compiler)
+    source.write_text('#include <stdexcept>\nextern "C" int answer() { throw std::runtime_error(""); }\n')
+    with pytest.raises(
+        kernel_build.CompilerMissing, match=f"CXX={compiler} makes no library of answer.cpp: set CXX to g"
+    ):
+        kernel_build.build_library(source)
+
+
+def test_a_full_disk_is_not_the_sources_fault(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    full.write_text(
+        '#!/bin/sh\ncase "$*" in *-c*) echo "fatal error: No space left on device" >&2; exit 1;; esac\nexec c++ "$@"\n'
+    )
+    full.chmod(0o755)
+    monkeypatch.setenv("CXX", str(full))
+    with pytest.raises(NeoLiteError, match="the disk of .* is full: make room, or set NEO_LITE_CACHE"):
+        kernel_build.build_library(source)

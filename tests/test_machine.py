@@ -147,15 +147,17 @@ def test_the_cache_folder(monkeypatch, tmp_path):
             machine.cache_folder()
 
 
-def test_the_compiler_is_cxx_or_the_first_that_answers(tmp_path, monkeypatch):
-    for name, text in (("clang++", "clang 99"), ("mine", "mine 1.0")):
+def test_the_compiler_is_the_one_that_makes_the_kernels(tmp_path, monkeypatch):
+    for name, text in (("c++", "clang 99"), ("mine", "mine 1.0")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert machine.compiler() == f"{tmp_path}/clang++ (clang 99)"
+    assert machine.compiler() == f"{tmp_path}/c++ (clang 99)"
     monkeypatch.setenv("CXX", "mine -O3")
     assert machine.compiler() == f"{tmp_path}/mine (mine 1.0)"
+    monkeypatch.setenv("CXX", "/no/such/g++")
+    assert machine.compiler() is None, "whatever else there may be, no kernel is made with it"
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     assert machine.compiler() is None
@@ -170,7 +172,7 @@ def fake_torch(major: int, minor: int, name: str, count: int = 1) -> SimpleNames
 
 
 def test_a_t4_and_an_h200_are_told_what_they_can_do(monkeypatch):
-    report = {"torch": "2.11", "compiler": None}
+    report = {"torch": "2.11", "kernel": "none, torch computes attention on the CPU: no C++ compiler"}
     monkeypatch.setattr(machine, "_torch", lambda: fake_torch(7, 5, "Tesla T4"))
     course = machine.course({**report, "gpu": machine.gpu()})
     assert "T4" in course["notebooks 00 to 05"] and course["GPU timelines"].startswith("yes")
