@@ -24,13 +24,13 @@ from torch import Tensor
 from neo_lite.kv_cache import KVCache
 from neo_lite.request import SubBatch
 from neo_lite.rows import Rows, numbers_of, rows_of, sizes_of
-from neo_lite.streams import Cuda, Host, Steps, finished
+from neo_lite.streams import Cuda, Fills, Host, Steps, finished
 
 KEPT = 32  # graphs; of a model with 32 layers and two sub-batches, each takes 8 MB of GPU memory
 TABLE_STEP = 64  # blocks: a CUDA graph serves until a request needs a wider table
 EAGER = 4  # iterations of a combination before it is captured: many never come again
 Sizes = tuple[tuple[int, ...], ...]
-Replay = Callable[[list[Callable[[], None]]], Tensor]  # given what fills the tensors of each sub-batch, in turn
+Replay = Callable[[Fills], Tensor]
 
 
 def turn(cpu_decodes: Sequence[int]) -> list[int]:

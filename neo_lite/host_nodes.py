@@ -34,7 +34,6 @@ from neo_lite.rows import Part
 # another's on the GPU must not come before it there.
 LAUNCHING = threading.Lock()
 
-
 Fetch = Callable[[], None]  # copies a call's output back, on the current stream
 Arrival = Callable[[], torch.cuda.Event]  # what comes once the output is on the GPU
 
