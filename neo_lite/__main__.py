@@ -83,6 +83,7 @@ def add_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-batched-tokens", type=int, default=2048)
     p.add_argument("--workload", default="synthetic:1000,200", help="synthetic:PROMPT,OUTPUT tokens, each +- 10 %%")
     p.add_argument("--requests", type=int, default=60)
+    p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--trace", default="", help="write a Chrome/Perfetto trace of the last iterations to this file")
     p.add_argument("--json", action="store_true")
@@ -248,6 +249,7 @@ def generate(args: argparse.Namespace, ranks: Any = None) -> int:
     """Streams the text of one prompt; with --json prints one object at the end instead."""
     from neo_lite.api import build_engine, load_model
     from neo_lite.config import EngineConfig
+    from neo_lite.neo import POLICIES, Neo
 
     start_s = time.perf_counter()
     config = EngineConfig(
@@ -256,6 +258,8 @@ def generate(args: argparse.Namespace, ranks: Any = None) -> int:
     check_text(args.prompt)
     sampling = SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed)
     model = load_model(args.model, args.device, args.dtype, ranks)
+    if issubclass(POLICIES[args.mode], Neo):
+        print("neo_lite: measuring the stage times that this mode weighs (seconds to half a minute)", file=sys.stderr)
     engine = build_engine(model, config)
     request = engine.add(model.tokenizer.encode(args.prompt), sampling)
     load_s = time.perf_counter() - start_s

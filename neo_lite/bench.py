@@ -1,4 +1,4 @@
-"""`python -m neo_lite bench`: a seeded batch of requests through one mode on real devices, with everything it ran on.
+"""`python -m neo_lite bench`: a seeded load through one mode on real devices, with everything it ran on.
 
 A few iterations amid the run are recorded as a timeline; those run eagerly, since no CUDA graph tells when its kernels
 ran, and are timed apart. Called by `__main__`.
@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace, ranks: Any = None) -> int:
     check(args)
     partition(args.num_sms)
     costs = Profile.load(Path(args.profile)) if args.profile else None
-    arrivals = parse(args.workload, args.requests, seed=args.seed)
+    arrivals = parse(args.workload, args.requests, args.rate, args.seed)
     model = load_model(args.model, args.device, args.dtype, ranks)
     for a in arrivals:  # before a prompt of that length is made
         check_sampling(SamplingParams(a.output_tokens), a.prompt_tokens, model.whole)
@@ -65,7 +65,8 @@ def measure(
     )  # fmt: skip
     timeline = Timeline(enabled=False)
     engine = build_engine(model, config, timeline, costs)
-    serve(engine, [replace(a, output_tokens=min(a.output_tokens, 8)) for a in arrivals[:WARM_UP]], args.seed)
+    first = [replace(a, time_s=0.0, output_tokens=min(a.output_tokens, 8)) for a in arrivals[:WARM_UP]]
+    serve(engine, first, args.seed)
     run, stamp = serve(engine, arrivals, args.seed, RECORDED), machine.stamp(args.num_sms or None)
     if args.trace:
         Path(args.trace).write_text(json.dumps(timeline.chrome_trace()))
@@ -73,8 +74,9 @@ def measure(
         "command": command_of(args), "source": "measured", "model": args.model, "dtype": str(model.dtype)[6:], "mode": mode,
         "ran_on": ran_on(model.device, stamp, args.cpu_threads), "workload": args.workload,
         "workload_source": workload_source(args.workload), "requests": args.requests,
-        "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens, "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP,
-        "repeats": 1, "seconds": run.seconds, **window(run.requests),
+        "rate_per_s": args.rate if args.rate < float("inf") else None, "seed": args.seed, "gpu_kv_tokens": args.gpu_kv_tokens,
+        "cpu_kv_gib": args.cpu_kv_gib, "warm_up_requests": WARM_UP, "repeats": 1, "seconds": run.seconds,
+        "mean_per_token_latency_s": metrics.mean_per_token_latency_s(run.requests), **window(run.requests),
         **metrics.summary(run.requests), **run.report(), **busy(timeline), **graphs(engine),
         **({"all_reduce_s": model.shard.together(measure_all_reduce, engine.executor).points} if model.shard else {}),
         **({"profile": engine.costs.plain()} if engine.costs and not costs else {}),  # measured here: to simulate the run
@@ -101,9 +103,7 @@ def check(args: argparse.Namespace) -> None:
     for mode in args.mode.split(","):
         EngineConfig(mode=mode)
     if args.profile and not Path(args.profile).is_file():
-        raise NeoLiteError(
-            f"--profile {args.profile} is no file: make one with `python -m neo_lite profile --out FILE`"
-        )
+        raise NeoLiteError(f"--profile {args.profile} is no file: `python -m neo_lite profile --out FILE` makes one")
     if not 0 < args.cpu_kv_gib < 2**40:  # nan, too
         raise NeoLiteError(f"--cpu-kv-gib {args.cpu_kv_gib}: give a number of GiB above 0")
     if not 0 <= args.seed < 2**62:
@@ -154,14 +154,10 @@ class Run:
 
 
 def serve(engine: Engine, arrivals: Sequence[Arrival], seed: int, record: int = 0) -> Run:
-    """All requests at once, to the last answer; `record` iterations of it go into the timeline."""
-    vocab, kinds, inner = engine.model.vocab_size, [""], engine.executor.run
-    start_s = time.perf_counter()
-    run = Run([
-        engine.add(random_prompt(a, vocab, seed + i), SamplingParams(a.output_tokens, ignore_eos=True))
-        for i, a in enumerate(arrivals)
-    ])  # fmt: skip
-    enough = 0.3 * sum(a.output_tokens for a in arrivals)
+    """Each request at its time, to the last answer; `record` iterations of it go into the timeline."""
+    vocab, kinds, inner, run = engine.model.vocab_size, [""], engine.executor.run, Run([])
+    coming = deque((a, random_prompt(a, vocab, seed + i)) for i, a in enumerate(arrivals))
+    enough, start_s = 0.3 * sum(a.output_tokens for a in arrivals), time.perf_counter()
 
     def noted(plan: Any) -> Any:
         kinds.append(kind_of(plan))
@@ -169,14 +165,22 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], seed: int, record: int = 
 
     engine.executor.run = noted  # type: ignore[method-assign]
     try:
-        while not all(r.finished for r in run.requests):
+        while coming or not all(r.finished for r in run.requests):
+            while coming and start_s + coming[0][0].time_s <= time.perf_counter():
+                arrival, prompt = coming.popleft()
+                request = engine.add(prompt, SamplingParams(arrival.output_tokens, ignore_eos=True))
+                request.arrival_s = start_s + arrival.time_s  # which may lie within the iteration that has just ended
+                run.requests.append(request)
             recording = record > 0 and sum(len(r.output) for r in run.requests) >= enough
-            record -= recording
             before, step_s, engine.timeline.enabled = engine.iterations, time.perf_counter(), recording
             engine.step()
-            if engine.iterations == before:
+            if engine.iterations > before:
+                record -= recording
+                run.steps.append((kinds[-1], time.perf_counter() - step_s, recording))
+            elif coming:  # nothing to do until then
+                time.sleep(max(0.0, start_s + coming[0][0].time_s - time.perf_counter()))
+            else:
                 engine.run()  # which says why there is no progress
-            run.steps.append((kinds[-1], time.perf_counter() - step_s, recording))
     finally:
         engine.executor.run, engine.timeline.enabled = inner, False  # type: ignore[method-assign]
     run.seconds = time.perf_counter() - start_s

@@ -18,6 +18,7 @@ MODES = (
 
 
 MAX_THREADS = 1024
+MAX_SIZE = 2**30  # of a pool, in tokens: a list of free blocks has one entry for each
 
 
 class NeoLiteError(ValueError):
@@ -158,8 +159,8 @@ class EngineConfig:
             raise NeoLiteError(f"cpu_kv_dtype {self.cpu_kv_dtype!r} is unknown: choose auto or int8")
         for name in ("block_size", "gpu_kv_tokens", "cpu_kv_tokens", "max_batched_tokens", "max_seqs"):
             value = getattr(self, name)
-            if not is_int(value) or not 1 <= value < 2**40:
-                raise NeoLiteError(f"{name} is {value!r}: give a whole number from 1 on")
+            if not is_int(value) or not 1 <= value <= MAX_SIZE:
+                raise NeoLiteError(f"{name} is {value!r}: give a whole number from 1 to {MAX_SIZE}")
             if name.endswith("kv_tokens") and value < self.block_size:
                 raise NeoLiteError(f"{name} is {value}: it must hold at least one block (block_size {self.block_size})")
         if not is_int(self.cpu_threads) or not 0 <= self.cpu_threads <= MAX_THREADS:

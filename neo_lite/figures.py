@@ -129,7 +129,8 @@ def at(r: Recorded, p: Panel) -> bool:
 
 def in_panel(r: Recorded, p: Panel, panels: Sequence[Panel], load: str) -> bool:
     """Recorded runs lie where their machine is meant; a reader's own are never left out: in every panel, if none is theirs."""
-    return belongs(r, p.machine, load) and (at(r, p) or (r.source == "measured" and not any(at(r, q) for q in panels)))
+    theirs = at(r, p) or (r.source == "measured" and not any(at(r, q) for q in panels))
+    return theirs and belongs(r, p.machine, load) and not r.rate
 
 
 def all_runs() -> list[sweep.Run]:
@@ -144,6 +145,7 @@ FIELDS: dict[str, type] = {
     "command": str, "ran_on": str, "model": str, "dtype": str, "mode": str, "workload": str, "requests": int, "seed": int,
     "requests_per_s": float, "gpu_kv_tokens": int, "cpu_kv_gib": float, "stamp": dict,
 }  # fmt: skip
+NAMED = ("model", "dtype", "mode", "workload", "requests", "rate", "seed", "gpu-kv-tokens", "cpu-kv-gib", "num-sms")
 PEER_FIELDS = {**{k: v for k, v in FIELDS.items() if k != "cpu_kv_gib"}, "peers_per_s": dict}
 
 
@@ -162,6 +164,7 @@ def complaint(line: Any, fields: Mapping[str, type]) -> str:
     """What is wrong with a line of `bench --json`: a field, or a command that is not the fields'; else ""."""
     if not isinstance(line, dict):
         return f"{str(line)[:20]!r} is no JSON object"
+    fields = {**fields, "mean_per_token_latency_s": float} if line.get("rate_per_s") else fields
     if bad := [name for name, kind in fields.items() if not fits(line.get(name), kind)]:
         return f"its {bad[0]} is {line.get(bad[0])!r}"
     card, option = line["stamp"].get("gpu"), options_of(line["command"])
@@ -169,8 +172,8 @@ def complaint(line: Any, fields: Mapping[str, type]) -> str:
         return f"its stamp's gpu is {card!r}"
     if bad := [k for k, v in (line["peers_per_s"] if "peers_per_s" in fields else {}).items() if not fits(v, float)]:
         return f"its peers_per_s has {line['peers_per_s'][bad[0]]!r}"
-    said = {**line, "num_sms": card.get("partition_sms") or 0}
-    for name in ("model", "dtype", "mode", "workload", "requests", "seed", "gpu-kv-tokens", "cpu-kv-gib", "num-sms"):
+    said = {**line, "num_sms": card.get("partition_sms") or 0, "rate": line.get("rate_per_s") or float("inf")}
+    for name in NAMED:
         asked, found = option.get(name, "auto"), str(said.get(name.replace("-", "_")))
         asked, found = asked.removesuffix(".0"), found.removesuffix(".0")
         if found not in (asked.split(",") if name == "mode" else [asked]) and asked != "auto":
@@ -305,7 +308,10 @@ def draw_load(name: str, results: Results, runs: Sequence[Recorded]) -> Drawn:
         if known := curve_of(name, who):
             ax.plot(*zip(*known.items()), marker, mfc="none", color=INK, label=f"paper: {who}, digitised")
     for r in runs:
-        if belongs(r, f.machine, f.workload) and r.mode in f.modes:
+        mine = belongs(r, f.machine, f.workload) and r.mode in f.modes
+        if mine and r.rate:
+            ax.plot(r.rate, r.latency_s, "D", color=LOOK[r.mode][1], mec=INK, label=label_of(r, ""))
+        elif mine:
             ax.axvline(r.per_s, color=LOOK[r.mode][1], ls=":", label=label_of(r, " at once"))
     ax.axhline(f.limit_s, color=GREY, lw=0.6, ls="--")
     ax.set(ylim=(0, 2 * f.limit_s), xlim=0, xlabel="request rate (requests/s)", ylabel="mean per-token latency (s)")
@@ -333,13 +339,14 @@ def load_rows(name: str, curves: Mapping[str, Any], results: Results, runs: Sequ
         rows += [Row(f"    latency at {x}/s (s)", known[x], y) for x, y in points if x in known]
         at_once = get(results, run(f.machine, mode, f.workload), "requests_per_s")
         rows.append(Row("    completions/s, 2,000 at once", NAN, at_once))
-        for r in runs:
-            if r.mode == mode:
-                alike = get(results, r.like, "requests_per_s")
-                rows.append(Row(f"    {r.source}: {r.model}, {r.requests} at once", NAN, NAN, r.per_s, alike))
-                if r.base not in ("", mode):
-                    over = ratio(results, r.like, "requests_per_s", r.base)
-                    rows.append(Row(f"        over its {r.base}'s", NAN, NAN, r.ratio, over))
+        for r in (r for r in runs if r.mode == mode):
+            how, field, y = "at once", "requests_per_s", r.per_s
+            if r.rate:
+                how, field, y = f"at {r.rate:g}/s: latency (s)", "latency_s", r.latency_s
+            rows.append(Row(f"    {r.source}: {r.model}, {r.requests} {how}", NAN, NAN, y, get(results, r.like, field)))
+            if r.base not in ("", mode) and not r.rate:
+                over = ratio(results, r.like, "requests_per_s", r.base)
+                rows.append(Row(f"        over its {r.base}'s", NAN, NAN, r.ratio, over))
     return rows
 
 

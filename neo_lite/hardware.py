@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from neo_lite import machine
-from neo_lite.config import DTYPE_BYTES, MODELS, EngineConfig, HardwareSpec, ModelConfig, NeoLiteError
+from neo_lite.config import DTYPE_BYTES, MAX_SIZE, MODELS, EngineConfig, HardwareSpec, ModelConfig, NeoLiteError
 from neo_lite.cost_model import Curve, Profile
 
 Part = Mapping[str, tuple[float, str]]  # field -> its value and where that comes from
@@ -117,8 +117,7 @@ def setting(
     if dtype not in ("float16", "bfloat16", "float32"):
         raise NeoLiteError(f"dtype {dtype!r} is unknown: choose float16, bfloat16 or float32")
     if not 0 <= cpu_kv_gib < 2**40:  # nan, too
-        remedy = "give a number of GiB above 0, or 0 for half of the host's memory"
-        raise NeoLiteError(f"cpu_kv_gib is {cpu_kv_gib}: {remedy}")
+        raise NeoLiteError(f"cpu_kv_gib is {cpu_kv_gib}: give GiB above 0, or 0 for half of the host's memory")
     cpu_bytes = cpu_kv_gib * 2**30
     if Path(name).is_file():
         costs = Profile.load(name).check(shape.name, dtype)
@@ -128,7 +127,8 @@ def setting(
         spec = find(name)
         costs = costs_of(spec, shape, dtype)
         most = gpu_kv_tokens(spec, shape, dtype, config.get("max_batched_tokens", EngineConfig.max_batched_tokens))
-        gpu_kv, cpu_bytes = gpu_kv or most, cpu_bytes or spec.cpu_memory_bytes / 2
+        half = min(spec.cpu_memory_bytes / 2, MAX_SIZE * shape.kv_bytes_per_token(dtype))
+        gpu_kv, cpu_bytes = gpu_kv or min(most, MAX_SIZE), cpu_bytes or half
     cpu_kv_tokens = int(cpu_bytes / shape.kv_bytes_per_token(dtype))
     return shape, costs, EngineConfig(gpu_kv_tokens=gpu_kv, cpu_kv_tokens=cpu_kv_tokens, **config)
 

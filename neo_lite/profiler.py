@@ -54,9 +54,7 @@ def measure_all_reduce(pipeline: Pipeline) -> Curve:
     """Tokens -> seconds of one all-reduce of [tokens, hidden] over the ranks of a model. A layer has two: in `linear`."""
 
     def work_of(tokens: int) -> Callable[[], float]:
-        x = torch.zeros(
-            tokens, pipeline.model.config.hidden_size, dtype=pipeline.model.dtype, device=pipeline.model.device
-        )
+        x = torch.zeros_like(_random(pipeline, tokens, pipeline.model.config.hidden_size))
         return _repeated(pipeline, lambda _: pipeline.model.shard and pipeline.model.shard.all_reduce(x))
 
     widths = [n for n in TOKENS if n <= pipeline.config.max_batched_tokens]

@@ -137,9 +137,7 @@ def view_of(works: tuple[Work, ...], device: torch.device) -> View:
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
     """int32 arrays, side by side in one tensor: on the host and on the device."""
     size = sum(_room(a.shape) for a in arrays)
-    on_host = torch.zeros(
-        size, dtype=torch.int32
-    )  # not pinned: freed beside a GPU that has failed, that ends the process
+    on_host = torch.zeros(size, dtype=torch.int32)  # not pinned: freed beside a failed GPU, that ends the process
     _pack(arrays, on_host)
     return on_host, on_host.to(device)
 

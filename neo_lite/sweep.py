@@ -126,24 +126,10 @@ def ratio(results: Results, r: Run | None, field: str = "window_per_s", base: st
 @lru_cache
 def key() -> str:
     """Of all code (comments and docstrings free) and constants that a simulation depends on."""
-    modules = (
-        "config",
-        "hardware",
-        "request",
-        "blocks",
-        "workload",
-        "metrics",
-        "cost_model",
-        "scheduler",
-        "neo",
-        "engine",
-        "simulator",
-    )
-    data = [
-        DATA_DIR / "hardware.json",
-        *sorted(DATA_DIR.glob("workloads/*.json")),
-        *sorted(DATA_DIR.glob("profiles/*.json")),
-    ]
+    modules = ("config", "hardware", "request", "blocks", "workload", "metrics", "cost_model", "scheduler", "neo",
+               "engine", "simulator")  # fmt: skip
+    folders = [DATA_DIR / "workloads", DATA_DIR / "profiles"]
+    data = [DATA_DIR / "hardware.json", *(path for folder in folders for path in sorted(folder.glob("*.json")))]
     parts = [code(Path(__file__).with_name(f"{name}.py").read_text()) for name in modules]
     # a constant's source is a comment
     parts += [re.sub(r'(\[[^"\]]*, )"[^"]*"(?=\])', r'\1""', path.read_text()) for path in data]
@@ -180,10 +166,8 @@ def read(path: Path) -> tuple[str, dict[Run, dict[str, Any]]]:
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """All at once or not at all, in an order of their own."""
-    lines = [
-        json.dumps({"key": key(), "source": "simulated"}),
-        *(json.dumps(r) for r in sorted(rows, key=lambda r: str(r["run"]))),
-    ]
+    head = {"key": key(), "source": "simulated"}
+    lines = [json.dumps(row) for row in (head, *sorted(rows, key=lambda r: str(r["run"])))]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text("\n".join(lines) + "\n")
@@ -287,6 +271,8 @@ class Recorded(NamedTuple):
     per_s: float
     base: str  # its baseline's mode; "" without one
     ratio: float  # of the whole run, over its baseline's
+    rate: float  # requests a second; 0: all at once
+    latency_s: float  # mean per-token latency, as figure 6 has it; nan in older lines
     like: Run | None  # the simulation of the same run, where there is a preset of the machine
 
     @property
@@ -304,7 +290,8 @@ def recorded(folder: Path) -> list[Recorded]:
             base, base_per_s = (same[0]["mode"], same[0]["requests_per_s"]) if same else ("", float("nan"))
             name, per_s = line["model"].removeprefix("random:"), line["requests_per_s"]
             found.append(Recorded(source, line["ran_on"], name, line["mode"], line["workload"], line["requests"], per_s,
-                                  base, per_s / base_per_s, _like(line)))  # fmt: skip
+                                  base, per_s / base_per_s, line.get("rate_per_s") or 0.0,
+                                  line.get("mean_per_token_latency_s", float("nan")), _like(line)))  # fmt: skip
     return found
 
 
@@ -331,5 +318,6 @@ def _like(line: Mapping[str, Any]) -> Run | None:
     preset = f"h200-{option.get('num-sms')}sm-{option.get('cpu-threads')}t"
     if preset not in hardware.HARDWARE:
         return None
-    return Run(preset, line["model"].removeprefix("random:"), line["mode"], line["workload"], 0.0, line["requests"],
+    return Run(preset, line["model"].removeprefix("random:"), line["mode"], line["workload"],
+               line.get("rate_per_s") or 0.0, line["requests"],
                line["gpu_kv_tokens"], line["cpu_kv_gib"], int(option.get("max-batched-tokens", 2048)), 512)  # fmt: skip

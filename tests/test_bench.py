@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 
 import pytest
@@ -14,6 +15,7 @@ from neo_lite import bench
 from neo_lite.__main__ import main
 from neo_lite.api import build_engine, load_model
 from neo_lite.config import NeoLiteError
+from neo_lite.workload import parse
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import soak
@@ -34,6 +36,31 @@ def test_json_says_how_fast_and_on_what(mode, compiler, capsys, tmp_path):
     assert set(result["iteration_s"]) | set(result["recorded_iteration_s"]) == set(result["iterations"])
     assert 0 < result["busy_fractions"]["gpu"] <= 1
     assert {e["name"] for e in json.loads(trace.read_text())["traceEvents"]} >= {"pre", "post", "plan"}
+
+
+def test_requests_come_at_their_times_and_their_latency_counts_from_then():
+    arrivals = parse("synthetic:20,4", 12, rate_per_s=20.0)
+    engine = build_engine(load_model("random:tiny", "cpu", "float32"), gpu_kv_tokens=512, cpu_kv_tokens=512)
+    before_s = time.perf_counter()
+    run = bench.serve(engine, arrivals, 0)
+    start_s = run.requests[0].arrival_s - arrivals[0].time_s
+    assert [r.arrival_s - start_s for r in run.requests] == pytest.approx([a.time_s for a in arrivals])
+    assert 0 <= start_s - before_s < 0.5 and run.seconds > arrivals[-1].time_s
+    assert all(r.token_times_s[0] > r.arrival_s and len(r.output) == a.output_tokens
+               for r, a in zip(run.requests, arrivals))  # fmt: skip
+    assert run.requests[-1].token_times_s[0] > run.requests[0].finished_s, "the first one did not wait for the last"
+
+
+def test_json_states_the_rate_and_figure_6s_latency(capsys):
+    small = [word for word in SMALL if word not in ("--requests", "6")]
+    assert main([*small, "--requests", "8", "--rate", "40", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["rate_per_s"] == 40 and "--rate 40.0" in result["command"]
+    assert 0 < result["mean_per_token_latency_s"] < 1 and result["seconds"] > 8 / 40 / 4
+    assert main([*SMALL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rate_per_s"] is None
+    assert main([*SMALL, "--rate", "0"]) == 1
+    assert "rate is 0.0: give requests per second" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_sms", [-8, 7, 133, 136])

@@ -161,7 +161,7 @@ def test_the_first_who_waits_says_where_step_3_stopped_and_the_others_wait_behin
         ({"model": "llama-3.1-70b"}, "needs 131.4 GiB .*: choose a larger card or a smaller model"),
         ({"model": "llama-2-7b", "prompt_tokens": 5000}, "exceeds the model's 4096 positions: shorten one of them"),
         ({"on_gpu": 64}, "the gpu pool of 26,400 KV tokens is full at request 24: take fewer, shorten them"),
-        ({"gpu_kv_tokens": 0}, "gpu_kv_tokens is 0: give a whole number from 1 on"),
+        ({"gpu_kv_tokens": 0}, "gpu_kv_tokens is 0: give a whole number from 1 to 1073741824"),
         ({"machine": "abacus"}, "hardware 'abacus' is unknown: choose"),
         ({"model": "gpt-2"}, "model 'gpt-2' is unknown: choose one of tiny"),
         ({"policy": "gpu-only"}, "policy 'gpu-only' weighs nothing: choose from asymmetric"),

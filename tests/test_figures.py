@@ -299,6 +299,8 @@ GOOD: dict[str, Any] = {
         ({"model": "random:llama-2-7b"}, "its command has --model random:llama-3.1-8b, and it has random:llama-2-7b"),
         ({"mode": "gpu-only"}, "its command has --mode gpu-only-unchunked,neo, and it has gpu-only"),
         ({"requests": 60}, "its command has --requests 150, and it has 60"),
+        ({"command": GOOD["command"] + " --rate 3.0"}, "its command has --rate 3, and it has inf"),
+        ({"rate_per_s": 3.0}, "its mean_per_token_latency_s is None"),
         ({"stamp": {**GOOD["stamp"], "gpu": {"name": "H200"}}}, "its command has --num-sms 8, and it has 0"),
     ],
 )

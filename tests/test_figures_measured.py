@@ -123,6 +123,25 @@ def test_6c_has_rows_for_either_models_shape_each_with_its_own_simulation(tmp_pa
     assert found.count(("over its gpu-only's", 3.0, 4.0)) == 2 and len(found) == 6
 
 
+def test_a_run_at_a_rate_is_a_point_of_6c_beside_its_own_simulation(tmp_path: Path):
+    at_once(tmp_path, "llama-2-7b")
+    for path in tmp_path.glob("bench_osc_*"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line |= {"rate_per_s": 3.0, "mean_per_token_latency_s": 0.25, "command": line["command"] + " --rate 3.0"}
+        path.write_text("\n".join(map(json.dumps, lines)))
+    runs = figures.runs_in(tmp_path)
+    assert {r.like.rate for r in runs if r.like} == {3.0}
+    (neo,) = (r.like for r in runs if r.mode == "neo")
+    fig, rows = figures.draw_load("6c", {**COMMITTED[1], neo: {"latency_s": 0.2}}, runs)
+    assert [line.get_marker() for line in fig.axes[0].lines if list(line.get_xdata()) == [3.0] and line.get_ydata()[0] == 0.25] \
+        == ["D", "D"]  # fmt: skip
+    assert not [line for line in fig.axes[0].lines if list(line.get_xdata()) in ([2.0, 2.0], [6.0, 6.0])], "at once"
+    plt.close(fig)
+    found = [(row.what.strip(), row.measured, row.alike) for row in rows if row.measured == row.measured]
+    assert ("measured: llama-2-7b, 300 at 3/s: latency (s)", 0.25, 0.2) in found and len(found) == 2
+
+
 def test_the_committed_runs_of_osc_are_in_6cs_table():
     runs = [r for r in figures.runs_in(sweep.RECORDED) if r.workload == "osc"]
     assert runs and {r.like for r in runs} <= set(figures.wanted("6c", runs)) and all(r.like for r in runs)
