@@ -4,7 +4,8 @@
 
 Both serve the same prompts of random tokens, the same number of output tokens for all (`generate_batch` takes one), the
 same KV pool, weights of the same shape, greedy, one after the other in one process. On the whole card: `generate_batch` works
-in a thread of its own, to which a part of the GPU (`--num-sms` elsewhere) does not extend. Writes peer_<card>_<model>.json; a
+in a thread of its own, to which a part of the GPU (`--num-sms` elsewhere) does not extend. Without the flash-attn package it
+attends by SDPA, to the KV of all requests at once under a mask, and is much slower. Writes peer_<card>_<model>.json; a
 result of `vllm bench throughput --output-json FILE` on the same machine is added by --vllm-json FILE.
 """
 

@@ -143,9 +143,7 @@ def add_simulate_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="llama-3.1-8b", help="the shape of a model: " + ", ".join(MODELS))
     p.add_argument("--dtype", default="float16")
     p.add_argument("--policy", default="neo", help=", ".join(MODES))
-    p.add_argument(
-        "--workload", default="synthetic:1000,200", help="synthetic:PROMPT,OUTPUT; osc, azure-code, azure-conv"
-    )
+    p.add_argument("--workload", default="synthetic:1000,200", help="or osc, azure-code, azure-conv, trace:FILE.csv")
     p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
     p.add_argument("--requests", type=int, default=300)
     p.add_argument("--seed", type=int, default=0)

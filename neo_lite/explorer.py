@@ -134,9 +134,7 @@ def fill(s: Scheduler, on_gpu: Sequence[int], on_cpu: Sequence[int], waiting: Se
             request.device = "gpu" if device == "gpu" else "cpu"
             if not s.blocks.grow(request, tokens - 1):
                 pool = f"the {device} pool of {s.blocks.total[request.device] * s.config.block_size:,} KV tokens"
-                raise NeoLiteError(
-                    f"{pool} is full at request {request.id + 1}: take fewer, shorten them, or enlarge it"
-                )
+                raise NeoLiteError(f"{pool} is full at request {request.id + 1}: take fewer, shorten, or enlarge it")
             s.running.append(request)
     for tokens in waiting:
         s.waiting.append(Request(next(ids), (DUMMY,) * tokens, may_add))
@@ -182,7 +180,8 @@ def decision(view: View) -> str:
 
 
 def _rate(c: Candidate) -> str:
-    return f"{c.requests} requests in {c.seconds * 1e3:.1f} ms ({c.rate:.0f}/s)" if c.requests else "nothing to run"
+    ms = 1e3 * c.seconds
+    return f"{c.requests} requests in {ms:.1f} ms ({c.rate:.0f} tokens/s)" if c.requests else "nothing to run"
 
 
 def reasons(view: View) -> dict[int, str]:

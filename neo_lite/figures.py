@@ -30,7 +30,7 @@ from neo_lite.config import NeoLiteError
 from neo_lite.neo import POLICIES
 from neo_lite.request import IterationPlan, Request, SubBatch, Work
 from neo_lite.sweep import NEO, RECORDED, SETTINGS, SWIFT, VLLM, Recorded, Results, curve_of, get, paper, ratio, run
-from neo_lite.timeline import LANES, Timeline
+from neo_lite.timeline import COLOURS, LANES, Timeline
 
 SOURCES = ("simulated", "recorded", "measured")
 NAN = float("nan")
@@ -210,10 +210,7 @@ LOOK = {
     "neo-released": ("NEO, released constants", "#d55e00", "-", "^"), "neo": ("NEO, the six steps", "#0072b2", "--", "."),
     "fastdecode+": ("FastDecode+", "#009e73", "-.", "x"),
 }  # fmt: skip
-STAGES = {  # in the legend's order
-    "linear": "#0072b2", "prefill_attn": "#56b4e9", "gpu_attn": "#f0e442", "cpu_attn": "#e69f00", "transfer": INK,
-    "store": "#cc79a7", "swap": GREY,
-}  # fmt: skip
+STAGES = ("linear", "prefill_attn", "gpu_attn", "cpu_attn", "transfer", "store", "swap")  # in the legend's order
 WIDTH, SOURCE_IN = 3.4, 0.16  # inches: a column of the paper; the line that names the source
 STYLE: Any = {"font.size": 7, "axes.titlesize": 7, "legend.fontsize": 6, "lines.linewidth": 1.1, "lines.markersize": 3}
 Drawn = tuple[Any, list["Row"]]  # a matplotlib figure, and its table
@@ -235,7 +232,7 @@ class Row(NamedTuple):
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = ("paper", "simulated", "measured", "sim. alike", "difference", "meas.-sim.")
+    head = ("paper", "simulated", "real run", "sim. alike", "sim.-paper", "run-sim.")
     return "\n".join([" " * 46 + "".join(f"{h:>11}" for h in head), *map(str, rows)])
 
 
@@ -373,7 +370,8 @@ def draw_panel(ax: Any, name: str, p: Panel, results: Results, runs: Sequence[Re
             first = next((r for r in mine if at(r, p)), None)
             rows.append(Row(f"{p.title}, {n} out: {mode}", known.get(n, NAN), ys[n], *(pairs[first] if first else ())))
             for r in (r for r in mine if r.ratio == r.ratio):  # its baseline is there
-                ax.plot(n, r.ratio, "D", color=LOOK[mode][1], mec=INK, label=label_of(r, f", whole run, over {r.base}"))
+                marker, how = "D" if r.base == SWIFT else "s", f", whole run, over {r.base}"
+                ax.plot(n, r.ratio, marker, color=LOOK[mode][1], mec=INK, label=label_of(r, how))
                 if r is not first:
                     rows.append(Row(f"    {r.source}, {r.requests} requests: {place_of(r)}", NAN, NAN, *pairs[r]))
     if known:
@@ -416,7 +414,7 @@ def draw_peer(results: Results, source: str, folder: Path) -> Drawn:
     found = [] if source == "simulated" else sorted(folder.glob("peer_*.json"))
     for line in (line for path in found for line in checked(path, PEER_FIELDS)):
         for peer, per_s in line["peers_per_s"].items():
-            bars.append((f"{source}\nover {peer}", y := line["requests_per_s"] / per_s, "#cc79a7"))
+            bars.append((f"{source}\nover\n" + peer.replace(" ", "\n"), y := line["requests_per_s"] / per_s, "#cc79a7"))
             rows.append(Row(f"{SWIFT} / {peer}", NAN, NAN, y))
     for i, (_, y, colour) in enumerate(bars):
         ax.bar(i, y, color=colour)
@@ -468,13 +466,13 @@ def draw_timeline(name: str, source: str) -> Drawn:
     start_s = min(e.start_s for e in inside)
     stages = [{"pre": "linear", "post": "linear"}.get(e.name, e.name) for e in inside]
     for stage in (stage for stage in STAGES if stage in stages):  # the legend, always in this order
-        ax.bar(0, 0, 0, fc=STAGES[stage], label=stage)
+        ax.bar(0, 0, 0, fc=COLOURS[stage], label=stage)
     if any(e.args.get("batch") for e in inside):  # a hatch needs no colour
         ax.bar(0, 0, 0, fc=GREY, ec="white", lw=0, hatch="/////", label="hatched: sub-batch 1")
     for e, stage in zip(inside, stages):
         x, y = ((e.start_s - start_s) * 1e3, e.duration_s * 1e3), (lanes.index(e.lane) - 0.4, 0.8)
         hatch = "/////" if e.args.get("batch") and stage != "transfer" else ""  # transfers are too thin for one
-        ax.broken_barh([x], y, lw=0, fc=STAGES[stage], ec="white", hatch=hatch)
+        ax.broken_barh([x], y, lw=0, fc=COLOURS[stage], ec="white", hatch=hatch)
     for i in {*range(len(lanes))} - {lanes.index(e.lane) for e in inside}:
         none = "not simulated" if kind == "simulated" else "idle"
         ax.text(0.5, i, none, ha="center", va="center", color=GREY, transform=ax.get_yaxis_transform())
@@ -495,7 +493,8 @@ def canvas(rows: Sequence[tuple[float, float, float, str, str]], height: float) 
     ax.set_axis_off()
     for x, y, width, text, colour in rows:
         ax.add_patch(FancyBboxPatch((x, y), width, 0.8, boxstyle="round,pad=0.03", fc=colour, ec=INK, lw=0.6))
-        ax.text(x + width / 2, y + 0.4, text, ha="center", va="center", size=6)
+        name = re.sub("[cg]pu", lambda found: found[0].upper(), text)
+        ax.text(x + width / 2, y + 0.4, name, ha="center", va="center", size=6)
     return fig, ax
 
 
@@ -529,7 +528,8 @@ def draw_architecture() -> Drawn:
     _, costs, config = hardware.setting("a10g-g5.4xlarge", "llama-3.1-8b", gpu_kv=26400, cpu_kv_gib=48, mode="neo")
     blocks = Blocks(config.num_gpu_blocks, config.num_cpu_blocks, config.block_size)
     scheduler = POLICIES["neo"](config, blocks, costs)
-    queues = [k for k, v in vars(scheduler).items() if isinstance(v, (deque, list))]
+    names = (k for k, v in vars(scheduler).items() if isinstance(v, (deque, list)))
+    queues = sorted(names, key=lambda name: name == "waiting")  # whose requests are step 3's
     steps = [k.strip("_").replace("step", "step ").replace("_", " ") for k in dir(scheduler) if k.startswith("_step")]
     kinds = [f.name.replace("_", " ") for f in fields(SubBatch)]
     rows = [(0.0, 4.9 - 1.0 * i, 1.6, queue, PALE) for i, queue in enumerate(queues)]
@@ -540,7 +540,7 @@ def draw_architecture() -> Drawn:
     fig, ax = canvas(rows, 1.85)
     for x, text in ((0, "queues"), (2.2, "scheduler: plan()"), (6.2, "pipeline: two sub-batches")):
         ax.text(x, 6.35, text, size=6)
-    arrows(ax, *((1.65, 5.3 - i, 2.15, 4.95 - 0.1 * i) for i in range(len(queues))))  # steps 2 and 3 read the queues
+    arrows(ax, (1.65, 5.3, 2.15, 4.95), (1.65, 4.3, 2.15, 4.75), (1.65, 3.3, 2.15, 3.9))
     arrows(ax, (5.65, 4.4, 6.15, 5.2), (5.65, 3.3, 9.6, 3.6))
     arrows(ax, (7.4, 4.85, 7.4, 2.05), (9.45, 4.85, 9.45, 2.05), (10.8, 3.15, 10.8, 2.05))
     arrows(ax, (8.65, 1.6, 9.25, 1.6), style="<->")

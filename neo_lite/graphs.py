@@ -8,9 +8,9 @@ timelines run eagerly. Both ways go through one function, `forward`.
 The GPU waits for nothing but the first sub-batch's numbers: an iteration is cut into three graphs, the first layer of that
 sub-batch, a layer or two more, and the rest. While the GPU and the CPU are at one, Python fills in and launches the next.
 
-On 8 SMs of an H200, 22 decodes of an 8B model take 27.0 ms instead of 28.6, since Python launches them in 0.8 ms instead of
-20; recording them takes 30.6. Two sub-batches (22 and 20) take 58.0 ms instead of 63.9, launched in 2.3 or in 61 ms
-(`data/recorded/h200_8sm_iteration_bound.json`; on hosts that read faster 48 and 49). A capture costs 27 to 50 ms, once.
+On 8 SMs of an H200, 22 decodes of an 8B model take 26.4 ms instead of 27.7, since Python launches them in 0.4 ms instead of
+12; recording them takes 28.8. Two sub-batches (22 and 20) take 46.6 ms instead of 48.1, launched in 1.2 or in 31 ms
+(`data/recorded/h200_8sm_iteration_bound.json`; on slower hosts Python takes twice as long). A capture costs 27 to 50 ms, once.
 """
 
 from __future__ import annotations

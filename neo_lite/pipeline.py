@@ -8,15 +8,15 @@ Each sub-batch is a generator that stops once a layer, where its CPU attention i
     gpu   pre1 | pre0 ga0 post0 | post1 pre1 | pre0 ga0 post0 | ...      with no CPU decodes in batch-0
     cpu        |----- ca1 -----|             |----- ca1 -----|
 
-`post`, `pre` are the linear stages (the paper's po and pr), `ga` the attention of prefills and GPU decodes, `ca` that
-of CPU decodes, with the copies of q, k, v before and of the output after it. A join makes the compute stream wait for
-`ca` and nothing else. So with one layer's times T, and as long as Tca0 <= Tpref0 + Tga0 + Tl1, which the scheduler sees
-to, an iteration takes at most layers x max(Tl0 + Tpref0 + Tga0 + Tl1, Tca1 + Tl1, Tca0 + Tca1); measured on 8 SMs of an
-H200: 1.04 x that with 512 prefill tokens, 1.02 to 1.06 x with decodes alone, of which the head, outside the bound, is 0.03;
-the rest is 0.5 ms before the GPU starts and after it ends, and layers in which GPU and CPU are equally long and wait for one
-another, or in which the CPU is slower than when it was measured alone. One sub-batch alone is simple offloading (figure 3)
-or GPU-only. The KV of a prefill that belongs on the CPU, and requests that change pools, are copied layer by layer beside
-the compute stream. On a machine without CUDA the same calls run on the host, in the same order. Called by the engine.
+`post`, `pre` are the linear stages (the paper's po and pr), `ga` the attention of prefills and GPU decodes, `ca` that of CPU
+decodes, with the copies of q, k, v before and of the output after it. A join makes the compute stream wait for `ca` and
+nothing else. So with one layer's times T, and as long as Tca0 <= Tpref0 + Tga0 + Tl1, which the scheduler sees to, an
+iteration takes at most layers x max(Tl0 + Tpref0 + Tga0 + Tl1, Tca1 + Tl1, Tca0 + Tca1); measured on 8 SMs of an H200: 1.04 x
+that, with 512 prefill tokens and with decodes alone, of which the head, outside the bound, is 0.03; the rest is 0.5 ms before
+the GPU starts and after it ends, and layers in which GPU and CPU are equally long and wait for one another. One sub-batch
+alone is simple offloading (figure 3) or GPU-only. The KV of a prefill that belongs on the CPU, and requests that change
+pools, are copied layer by layer beside the compute stream. On a machine without CUDA the same calls run on the host, in the
+same order. Called by the engine.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LANES = ("scheduler", "gpu", "d2h", "cpu", "h2d")  # top to bottom
-COLOURS = {  # after Okabe and Ito: told apart without red and green
-    "plan": "#999999", "pre": "#56b4e9", "post": "#0072b2", "embed": "#999999", "head": "#882255",
-    "prefill_attn": "#003f63", "gpu_attn": "#009e73", "cpu_attn": "#e69f00", "transfer": "#d55e00",
-    "swap": "#cc79a7", "store": "#bab0ac", "linear": "#0072b2",
+COLOURS = {  # after Okabe and Ito: told apart without red and green; side by side in a lane, by lightness as well
+    "plan": "#999999", "pre": "#004c77", "post": "#0072b2", "linear": "#0072b2", "embed": "#bbbbbb", "head": "#882255",
+    "prefill_attn": "#56b4e9", "gpu_attn": "#f0e442", "cpu_attn": "#e69f00", "transfer": "#000000", "store": "#cc79a7",
+    "swap": "#777777",
 }  # fmt: skip
 
 

@@ -123,7 +123,8 @@ for streams in sorted({variant[0] for variant in speeds}):
 
 # %% [markdown]
 # A column says which cache a line is fetched into (NTA: past them, for data that is used once), and how many bytes ahead.
-# The best of all is the roofline: nobody who has to read this memory will be faster.
+# The best of all is the roofline: nobody who has to read this memory, at this moment, will be faster. (On a shared machine
+# the moment matters. So the races below measure the roof again, beside each kernel.)
 
 # %%
 roof_gbps = max(speeds.values())
@@ -338,9 +339,11 @@ plt.show()
 
 # %% [markdown]
 # - Scalar code is far from the roof: it is bound by *instructions*. Threads multiply its speed by about their number.
-# - Vectors take most of those instructions away. From there on, it is memory that the kernel waits for.
+# - Vectors take most of those instructions away. From there on the kernel waits for memory: first for its *latency*, read
+#   after read, and on the last rung for its bandwidth.
 # - On MHA the last rung does the same sums as the one below. It keeps more reads in flight and wastes fewer words.
 # - With GQA the lower rungs go through each row four times, and do not see that they could have kept it.
+# - The dashed lines of the two panels may differ: they were measured at different moments. Shares compare, within a panel.
 # - torch's own attention hands blocks of 512 rows and a single query to its BLAS. What that makes of fp16 depends on the
 #   processor. On the AMD core of section 7, MKL takes its default path and spends two thirds of the time in turning fp16
 #   into floats, number by number (`perf record`: `hfcopy`), with GQA once more for each query head.
@@ -435,9 +438,10 @@ plots.save_figure(fig, "04_gqa", "measured", f"4 x 1,000 tokens, fp16; {here}")
 plt.show()
 
 # %% [markdown]
-# Without sharing, the time follows the *query* heads, and fewer bytes help little. With sharing, fewer bytes are less
-# time, until a group is so large that arithmetic begins to count as well. Then the share of the roofline falls, and
-# tokens a second level off. On a few fast cores that happens early; where many cores share a memory, later.
+# Without sharing (`simd`), each query head goes through its rows anew: the time follows the *query* heads, and an eighth
+# of the bytes makes it two or three times as fast, not eight. With sharing, fewer bytes are less time, until a group is
+# so large that arithmetic begins to count as well. Then the share of the roofline falls, and tokens a second level off.
+# On a few fast cores that happens early; where many cores share a memory, later.
 #
 # ### Threads
 #
@@ -576,7 +580,7 @@ for group, name in ((1, "MHA"), (4, "GQA")):
 
 # %% [markdown]
 # Half the bytes are not quite half the time: every number has still to be multiplied, and now twice as many arrive in the
-# same time. Arithmetic comes to the front, with GQA the most, where four heads use each number. So the top rung multiplies
+# same time. Arithmetic comes to the front, and with GQA four heads use each number. So the top rung multiplies
 # int8 as integers where the processor can: K two numbers at a time (`scores.h`), V four, without ever widening it (`values.h`).
 #
 # ### What does the model say?
@@ -624,7 +628,8 @@ print(f"the same first choice after {same:.1%} of them")
 
 # %% [markdown]
 # That was rounding, imitated. The engine does it in earnest: with `cpu_kv_dtype="int8"` its CPU pool holds int8, and the
-# C++ kernel stores and reads it. `quality.perplexity` feeds it the text token by token. Is its perplexity ours?
+# C++ kernel stores and reads it. `quality.perplexity` feeds it the text token by token. Is its perplexity ours? (Not to the
+# last digit: the kernel rounds the query as well where it multiplies whole numbers.)
 
 # %%
 pools = dict(mode="simple", gpu_kv_tokens=512, cpu_kv_tokens=1024, cpu_threads=1)
@@ -642,9 +647,10 @@ common = quality.same_greedy_tokens(model, starts, 32, pools, pools | {"cpu_kv_d
 print(f"{common:.0%} of 3 x 32 tokens")
 
 # %% [markdown]
-# The perplexity hardly moves. A first choice changes where two tokens were almost equally likely. Greedy texts will
-# therefore part ways sooner or later, without one being worse than the other. That is a choice to be made with open
-# eyes, and so the course keeps the model's own format unless you ask for int8.
+# The perplexity hardly moves, up here and down there: less than a text of this length could tell. A first choice changes
+# where two tokens were almost equally likely. Greedy texts will therefore part ways sooner or later, without one being
+# worse than the other. That is a choice to be made with open eyes, and so the course keeps the model's own format unless
+# you ask for int8.
 #
 # ## 6. Your own kernel
 #
@@ -832,7 +838,7 @@ def solved_1():
 #     return requests * tokens * config.kv_bytes_per_token(dtype) / (gbps * 1e9)
 # ```
 #
-# The scheduler's cost model (notebook 06 and on) knows the CPU's attention by measuring it; this is where its slope
+# The scheduler's cost model (notebook 08) knows the CPU's attention by measuring it; this is where its slope
 # comes from.
 #
 # </details>

@@ -453,6 +453,9 @@ print(f"linear {[round(1e3 * s, 2) for s in linear]} ms, attention {[round(1e3 *
 print(f"max(l0 + l1, c0 + c1) = {1e3 * bound:.2f} ms; the iteration took {1e3 * took:.2f} ms a layer, all in all")
 
 # %% [markdown]
+# Nearly: the rest is what the formula leaves out. Between the two attentions lie copies and the start of a call; embedding
+# and head come once, and here count for each layer with a 32nd part; and recording itself costs time.
+#
 # ## 6. What is left on the table
 #
 # **The prefills are alone.** A prompt has no attention for the CPU, and FastDecode runs it on its own. Watch an engine
@@ -536,7 +539,7 @@ for contexts in ([1000] * 8, [7000, 500, 500]):
 # ## Exercises
 #
 # **Exercise 1.** Write `period(l0, l1, c0, c1)`: what a layer takes with *unequal* halves, as one `max` of four sums.
-# Which four things cannot happen at the same time?
+# Which four pairs of stages can never overlap?
 
 
 # %% tags=["exercise"]

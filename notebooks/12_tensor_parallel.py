@@ -199,7 +199,7 @@ for ax, (name, ranks) in zip(axes, (("smollm2", 2), ("llama-3.1-8b", 4), ("tiny"
 bars = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (KV, QUERY)]
 fig.legend(bars, ["KV heads", "query heads"], loc="lower left", ncols=2, fontsize=8)
 fig.tight_layout(rect=(0, 0.08, 1, 1))
-_ = plots.save_figure(fig, "12_heads", "simulated", "as neo_lite.parallel.heads shares them out")
+_ = plots.save_figure(fig, "12_heads", "code", "as neo_lite.parallel.heads shares them out")
 
 # %% [markdown]
 # On the right the orange bars repeat: that KV is kept twice. It costs memory and spares the link.
@@ -275,7 +275,9 @@ for ax, (name, (title, card)), counts in zip(axes, CARDS.items(), ((1, 2, 4), (2
     ax.set(title=name, ylabel="thousand tokens of KV")
 axes[0].legend(fontsize=8)
 fig.tight_layout(rect=BELOW)
-_ = plots.save_figure(fig, "12_room", "paper", "the models' shapes, the cards' data sheets; fp16, 0.9 of the memory")
+_ = plots.save_figure(
+    fig, "12_room", "code", "arithmetic: the models' shapes, the cards' data sheets; fp16, 0.9 of the memory"
+)
 
 # %% [markdown]
 # ## 5. Two ranks, for real
@@ -360,13 +362,15 @@ ax.plot(
 )
 for run in {r["model"]: r for r in recorded if "all_reduce_s" in r}.values():
     size, width = run["model"].split("-")[-1].upper(), MODELS[run["model"][7:]].hidden_size
-    ax.plot(
-        *zip(*((n, 1e6 * s) for n, s in run["all_reduce_s"])), "s-", label=f"2 x H200: NCCL, {width:,} wide ({size})"
-    )
-ax.set(xscale="log", yscale="log", ylim=(5, 1e5), xlabel="tokens", ylabel="microseconds of an all-reduce")
+    how = "in a CUDA graph" if size == "8B" else "launched one by one"
+    label = f"2 x H200: NCCL, {width:,} wide ({size}), {how}"
+    ax.plot(*zip(*((n, 1e6 * s) for n, s in run["all_reduce_s"])), "s-", label=label)
+ax.set(xscale="log", yscale="log", ylim=(5, 1e4), xlabel="tokens", ylabel="microseconds of an all-reduce")
 ax.legend(fontsize=8, loc="upper left")
 fig.tight_layout(rect=BELOW)
-_ = plots.save_figure(fig, "12_all_reduce", "measured + recorded" if recorded else "measured", machine.cpu_name())
+_ = plots.save_figure(
+    fig, "12_all_reduce", "measured + recorded" if recorded else "measured", f"here: {machine.cpu_name()}"
+)
 
 # %% [markdown]
 # ## 6. How it scales
@@ -571,8 +575,8 @@ def speedup_solved():
 #
 # | | paper | ours | source |
 # |---|---|---|---|
-# | Llama-3.1-70B | on two H100s | room for its KV, counted | paper: `12_room` |
-# | KV of a sharded model | with its worker, on GPU and CPU | the same; uneven and replicated groups too | `12_heads` |
+# | Llama-3.1-70B | on two H100s | room for its KV, counted | computed from data sheets: `12_room` |
+# | KV of a sharded model | with its worker, on GPU and CPU | the same; uneven and replicated groups too | code: `12_heads` |
 # | tokens over two ranks | not reported | those of one rank | measured |
 # | cost of a sum | not reported | gloo on a CPU, NCCL on two H200s | measured, recorded: `12_all_reduce` |
-# | scaling to two GPUs | figures 6a, 8, 9a | the 8B: 1.4 to 1.5 times one card, predicted within 15 % | recorded: `12_scaling` |
+# | scaling to two GPUs | figures 6a, 8, 9a | the 8B: 1.4 times one card, `neo` 1.5 | recorded: `12_scaling` |

@@ -69,7 +69,7 @@ def test_a_schedule_is_drawn_to_scale_with_its_bubble():
     assert gpu == [(title, pytest.approx(n * ms, abs=0.1)) for title, n in wanted]
     assert cpu == [("ca1 6.00 ms", pytest.approx(6 * ms, abs=0.1)), ("ca0 4.00 ms", pytest.approx(4 * ms, abs=0.1))]
     assert "two batches (chosen): a layer takes 10.00 ms (GPU 8.00, bubble 2.00; CPU 10.00)" in text
-    assert "9 requests in 10.0 ms (900/s)" in text
+    assert "9 requests in 10.0 ms (900 tokens/s)" in text
 
 
 def test_the_cpu_waits_for_the_linear_stage_before_batch_0s_attention():
@@ -114,7 +114,7 @@ def test_every_request_has_a_reason_and_every_drawing_its_text(waiting, on_gpu, 
 def test_the_case_worked_out_by_hand_in_words():
     """That of test_neo: two batches, 7 requests in 17.78 ms against 3 in 13.78; r7 taken back in step 5."""
     view = by_hand([39, 39], [30, 20, 35, 30], [10, 10])
-    rates = "7 requests in 17.8 ms (394/s) against 3 requests in 13.8 ms (218/s)"
+    rates = "7 requests in 17.8 ms (394 tokens/s) against 3 requests in 13.8 ms (218 tokens/s)"
     assert explorer.decision(view) == f"Two batches: the higher x/T. {rates}."
     why = explorer.reasons(view)
     assert why[0] == why[1] == "batch-0: its KV is on the GPU" and why[6] == "batch-0: prefill, KV to the cpu pool"
@@ -160,7 +160,7 @@ def test_the_first_who_waits_says_where_step_3_stopped_and_the_others_wait_behin
         ({"cpu_gb_per_s": 0}, "the CPU reads 0 GB/s: give a number above 0"),
         ({"model": "llama-3.1-70b"}, "needs 131.4 GiB .*: choose a larger card or a smaller model"),
         ({"model": "llama-2-7b", "prompt_tokens": 5000}, "exceeds the model's 4096 positions: shorten one of them"),
-        ({"on_gpu": 64}, "the gpu pool of 26,400 KV tokens is full at request 24: take fewer, shorten them"),
+        ({"on_gpu": 64}, "the gpu pool of 26,400 KV tokens is full at request 24: take fewer, shorten"),
         ({"gpu_kv_tokens": 0}, "gpu_kv_tokens is 0: give a whole number from 1 to 1073741824"),
         ({"machine": "abacus"}, "hardware 'abacus' is unknown: choose"),
         ({"model": "gpt-2"}, "model 'gpt-2' is unknown: choose one of tiny"),

@@ -135,14 +135,14 @@ def test_every_figure_is_drawn_with_its_table(source: str, tmp_path: Path, capsy
         assert png.read_bytes()[:4] == b"\x89PNG" and 10_000 < png.stat().st_size < 300_000 > svg.stat().st_size
         width = int.from_bytes(png.read_bytes()[16:20], "big") / 250
         assert 2.8 < width < 3.7, f"figure {name} is {width:.2f} inches wide, a column is 3.4"
-    assert said.out.count("difference") == len(figures.NAMES) - 2
+    assert said.out.count("sim.-paper") == len(figures.NAMES) - 2
     assert source == "recorded" or "recorded" not in said.out
 
 
 def test_a_table_tells_a_difference_and_leaves_out_what_is_unknown():
     rows = [figures.Row("a point", 1.25, 1.5), figures.Row("another", simulated=2.0, measured=2.5, alike=2.25)]
     lines = figures.table(rows).splitlines()
-    assert lines[0].split() == ["paper", "simulated", "measured", "sim.", "alike", "difference", "meas.-sim."]
+    assert lines[0].split() == ["paper", "simulated", "real", "run", "sim.", "alike", "sim.-paper", "run-sim."]
     assert lines[1].split() == ["a", "point", "1.25", "1.5", "0.25"]
     assert lines[2].split() == ["another", "2", "2.5", "2.25", "0.25"], "held against the simulation of the same run"
 

@@ -13,6 +13,7 @@ from test_figures import GOOD
 
 from neo_lite import figures
 from neo_lite.config import NeoLiteError
+from neo_lite.timeline import COLOURS
 
 
 @pytest.fixture(autouse=True)
@@ -84,11 +85,11 @@ def test_stages_are_told_apart_by_lightness_and_sub_batches_by_a_hatch():
     shown = [text.get_text() for text in ax.figure.legends[0].get_texts()]
     assert shown == [*(stage for stage in figures.STAGES if stage in shown), "hatched: sub-batch 1"]
     assert {"linear", "prefill_attn", "gpu_attn", "cpu_attn", "transfer", "store"} < set(shown)
-    assert len(set(figures.STAGES.values())) == len(figures.STAGES)
+    assert len({COLOURS[stage] for stage in figures.STAGES}) == len(figures.STAGES)
     hatched = [bars for bars in ax.collections if bars.get_hatch()]
     assert hatched and len(hatched) < len(ax.collections)
     for lane in (("linear", "prefill_attn", "gpu_attn"), ("transfer", "store")):  # side by side
-        light = sorted(sum(w * c for w, c in zip((0.2, 0.7, 0.1), colors.to_rgb(figures.STAGES[s]))) for s in lane)
+        light = sorted(sum(w * c for w, c in zip((0.2, 0.7, 0.1), colors.to_rgb(COLOURS[s]))) for s in lane)
         assert all(b - a > 0.15 for a, b in zip(light, light[1:])), lane
 
 
@@ -125,7 +126,7 @@ def test_10as_fastest_host_does_not_flatten_the_others():
     assert tops[3] > 2 > 1.6 > max(tops[:3])
 
 
-def test_architecture_leads_queues_to_step_2_and_each_sub_batch_to_its_pool():
+def test_architecture_leads_each_queue_to_its_step_and_each_sub_batch_to_its_pool():
     (ax,) = figures.draw("2")[0].axes
     boxes = {t.get_text().split("\n")[0].split(":")[0]: t.get_position() for t in ax.texts if t.get_text()}
     assert "step 1 empty batches" in boxes and {"waiting", "running", "parked"} < set(boxes)
@@ -137,5 +138,6 @@ def test_architecture_leads_queues_to_step_2_and_each_sub_batch_to_its_pool():
         return any(abs(a[1] - y0) < 0.7 and abs(b[1] - y1) < 0.7 and abs(a[0] - x0) < 3.2 and abs(b[0] - x1) < 1.9
                    for a, b in ends)  # fmt: skip
 
-    assert all(joined(queue, "step 2 gpu decodes") for queue in ("waiting", "running", "parked"))
-    assert joined("0", "gpu pool") and joined("1", "cpu pool") and not joined("1", "gpu pool")
+    assert joined("running", "step 2 GPU decodes") and joined("parked", "step 2 GPU decodes")
+    assert joined("waiting", "step 3 prefills") and not joined("waiting", "step 2 GPU decodes")
+    assert joined("0", "GPU pool") and joined("1", "CPU pool") and not joined("1", "GPU pool")

