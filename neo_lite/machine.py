@@ -276,7 +276,7 @@ def course(report: dict[str, Any]) -> dict[str, str]:
     kernel = "no, torch computes it: install g++ or clang++, or set CXX"
     return {
         "scheduler, simulator": "yes",
-        "notebooks 00 to 05": f"yes, on {card['name'] if card else 'the CPU'}" if torch_there else "no: install torch",
+        "all notebooks": f"yes, on {card['name'] if card else 'the CPU'}" if torch_there else "no: install torch",
         "CPU attention in C++": kernel if report["kernel"].startswith("none") else "yes",
         "GPU timelines": "yes, measured here" if card else "no GPU: recorded measurements, labelled as such",
         "bfloat16 on the GPU": "yes" if new else f"{why_not}: fp16 there" if card else why_not,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -235,6 +237,25 @@ def test_one_broken_notebook_does_not_stop_the_others(sample: Path, tmp_path: Pa
     assert done.returncode == 1
     assert re.search(r"98_broken +[\d.]+ +[\d.]+ GiB +0 +FAILED: cell 0 .*RuntimeError: no luck", done.stdout)
     assert re.search(r"99_sample +[\d.]+ +[\d.]+ GiB +1 +ok", done.stdout)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_with_the_table_of_what_was_done(sample: Path, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    (sample.parent / "97_done.py").write_text("# %%\n1\n")
+    (sample.parent / "98_long.py").write_text(f"# %%\nimport time; open({str(started)!r}, 'w'); time.sleep(600)\n")
+    command = [sys.executable, str(ROOT / "tools/run_notebooks.py"), "--folder", str(sample.parent), "--out", "out"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as run:
+        deadline_s = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does, to all of them
+        said = run.communicate(timeout=60)[0]
+    assert run.returncode == 130 and "Traceback" not in said, said
+    assert "interrupted in 98_long: 1 of 3 notebooks done" in said
+    assert re.search(r"97_done +[\d.]+ +[\d.]+ GiB +0 +ok", said)
 
 
 @pytest.mark.slow

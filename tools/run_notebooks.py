@@ -175,6 +175,11 @@ def execute(source: Path, out: Path, exercises: bool = False) -> Run:
         with session.client.setup_kernel(env=environment):
             try:
                 run_cells(session, run, exercises)
+            except KeyboardInterrupt:
+                session.client.shutdown_kernel = (
+                    "immediate"  # amid a cell a kernel that ends in order prints a traceback
+                )
+                raise
             finally:
                 run.peak_bytes = session.peak_bytes()
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
@@ -208,14 +213,18 @@ def main() -> int:
     options = parser.parse_args()
     sources, out = notebook_sources(options.folder, options.names), options.out.resolve()
     runs: list[Run] = []
-    for number, source in enumerate(sources, 1):
-        print(f"[{number}/{len(sources)}] {source.stem} ...", flush=True)
-        runs.append(execute(source, out, options.exercises))
-        print(f"    {runs[-1].seconds:.1f} s, {runs[-1].figures} figures", flush=True)
-        for problem in runs[-1].problems:
-            print(f"    {source.name}: {problem}", flush=True)
+    try:
+        for number, source in enumerate(sources, 1):
+            print(f"[{number}/{len(sources)}] {source.stem} ...", flush=True)
+            runs.append(execute(source, out, options.exercises))
+            print(f"    {runs[-1].seconds:.1f} s, {runs[-1].figures} figures", flush=True)
+            for problem in runs[-1].problems:
+                print(f"    {source.name}: {problem}", flush=True)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted in {sources[len(runs)].stem}: {len(runs)} of {len(sources)} notebooks done")
     print(f"\n{table(runs)}\nnotebooks in {options.out}/notebooks, figures in {options.out}/figures")
-    return 1 if any(run.problems for run in runs) else 0
+    done = len(runs) == len(sources) and not any(run.problems for run in runs)
+    return 0 if done else 130 if len(runs) < len(sources) else 1
 
 
 if __name__ == "__main__":
