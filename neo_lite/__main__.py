@@ -184,9 +184,8 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def add_figures_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("names", nargs="*", help="such as 6c 10a (default: all; an unknown one lists them)")
-    p.add_argument(
-        "--source", default="recorded", help="beside the paper's points: simulated, recorded too, measured here too"
-    )
+    p.add_argument("--source", default="recorded", choices=("simulated", "recorded", "measured"),
+                   help="beside the paper's points: simulated ones, recorded too, measured here too")  # fmt: skip
     p.add_argument("--out", default="figures", help="the folder for .svg and .png")
     p.add_argument("--fresh", action="store_true", help="simulate again what the figures show, on all cores")
 

@@ -156,7 +156,11 @@ def test_a_load_is_read_off_between_two_points():
     ("arguments", "complaint"),
     [
         (["6d"], "figure '6d' is unknown: choose from 1, 2, 3, 4, 5, 6a, 6b, 6c, 7, 8a, 8b, 9a, 9b, 9c, 10a, 10b"),
-        (["6c", "--source", "guessed"], "source 'guessed' is unknown: choose from simulated, recorded, measured"),
+        (
+            ["6c", "--source", "guessed"],
+            "--source: invalid choice: 'guessed' .choose from '?simulated'?, '?recorded'?, '?measured",
+        ),
+        (["6c", "--fresh", "--source", "guessed"], "--source: invalid choice: 'guessed'"),
         (["6c", "--source", "measured"], "--source measured: no CUDA GPU here; choose recorded: .*H200"),
     ],
 )
