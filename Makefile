@@ -4,9 +4,12 @@
 # Variables: PYTHON=python3.12 (which Python)   TORCH=system (this machine's own CUDA torch)   FAST=1 (fast tests only)
 #            TORCH_INDEX=url (where torch comes from)   NOTEBOOKS="00 03" (only these)
 SHELL := /bin/sh
+ifneq ($(NOTEBOOK),)
+$(error NOTEBOOK=$(NOTEBOOK) is unknown: say NOTEBOOKS=$(NOTEBOOK))
+endif
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help reproduce publish test lab lint format clean venv-lab venv-test
+.PHONY: help reproduce publish test lab lint format clean known-notebooks venv-lab venv-test
 PYTHON ?=
 TORCH ?= pinned
 TORCH_INDEX ?=
@@ -51,10 +54,15 @@ venv-lab:
 venv-test:
 	@$(SETUP) --extras lab,test
 
-reproduce: venv-lab
+# before minutes of set-up; the scripts say more
+known-notebooks:
+	@for name in $(NOTEBOOKS); do ls notebooks/$$name*.py >/dev/null 2>&1 || \
+		{ echo "NOTEBOOKS: no notebook begins with $$name: 00 to 12"; exit 1; }; done
+
+reproduce: known-notebooks venv-lab
 	@$(RUN) tools/run_notebooks.py --out out $(NOTEBOOKS)
 
-publish: venv-lab
+publish: known-notebooks venv-lab
 	@$(RUN) tools/run_notebooks.py --out out $(NOTEBOOKS)
 	@$(RUN) tools/publish_notebooks.py --out out
 

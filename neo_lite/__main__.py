@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +18,7 @@ from neo_lite.request import Request, SamplingParams
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; 0: done, 1: refused with a reason, 130: interrupted."""
+    warnings.formatwarning = lambda message, *_: f"neo_lite: {message}\n"
     try:
         args = parser().parse_args(argv)
         return args.command(args)
@@ -28,9 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("neo_lite"):
+            raise
+        print(f"neo_lite: {sys.executable} has no {error.name}: run `make lab` or another of the README's commands once, then"
+              " .venv/bin/python -m neo_lite", file=sys.stderr)  # fmt: skip
+        return 1
     except (OSError, UnicodeEncodeError) as error:  # a full disk, a letter that the terminal's encoding lacks
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python flushes again at its end
-        print(f"neo_lite: the output cannot be written: {str(error).partition('] ')[2] or error}", file=sys.stderr)
+        full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        what = "this process may not have so much memory: lower the pools" if full else "the output cannot be written"
+        print(f"neo_lite: {what}: {str(error).partition('] ')[2] or error}", file=sys.stderr)
         return 1
 
 
@@ -79,9 +90,10 @@ def add_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--num-sms", type=int, default=0, help="multiprocessors of the GPU to use (0: all)")
     p.add_argument("--cpu-threads", type=int, default=0)
     p.add_argument("--gpu-kv-tokens", type=int, default=26400)
-    p.add_argument("--cpu-kv-gib", type=float, default=16.0)
+    p.add_argument("--cpu-kv-gib", type=float, default=0.0, help="0: what the load can use, 16 at most")
     p.add_argument("--max-batched-tokens", type=int, default=2048)
-    p.add_argument("--workload", default="synthetic:1000,200", help="synthetic:PROMPT,OUTPUT tokens, each +- 10 %%")
+    p.add_argument("--workload", default="synthetic:1000,200",
+                   help="synthetic:PROMPT,OUTPUT tokens, each +- 10 %%; osc, azure-code, azure-conv, trace:FILE.csv")  # fmt: skip
     p.add_argument("--requests", type=int, default=60)
     p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
     p.add_argument("--seed", type=int, default=0)
@@ -141,7 +153,7 @@ def add_simulate_arguments(p: argparse.ArgumentParser) -> None:
         "--hardware", default="h200-8sm-14t", help="a preset (an unknown one lists them), here, or a profile's file"
     )
     p.add_argument("--model", default="llama-3.1-8b", help="the shape of a model: " + ", ".join(MODELS))
-    p.add_argument("--dtype", default="float16")
+    p.add_argument("--dtype", default="auto", help="auto (a profile's own, else float16), float16, bfloat16, float32")
     p.add_argument("--policy", default="neo", help=", ".join(MODES))
     p.add_argument("--workload", default="synthetic:1000,200", help="or osc, azure-code, azure-conv, trace:FILE.csv")
     p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
@@ -160,7 +172,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from neo_lite import hardware, machine, simulator, workload
+    from neo_lite.cost_model import Profile
 
+    if args.dtype == "auto":
+        args.dtype = (Path(args.hardware).is_file() and Profile.load(args.hardware).dtype) or "float16"
     model, costs, config = hardware.setting(
         args.hardware, args.model, args.dtype, args.gpu_kv_tokens, args.cpu_kv_gib,
         mode=args.policy, max_batched_tokens=args.max_batched_tokens, max_seqs=args.max_seqs,
@@ -186,7 +201,7 @@ def add_figures_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("names", nargs="*", help="such as 6c 10a (default: all; an unknown one lists them)")
     p.add_argument("--source", default="recorded", choices=("simulated", "recorded", "measured"),
                    help="beside the paper's points: simulated ones, recorded too, measured here too")  # fmt: skip
-    p.add_argument("--out", default="figures", help="the folder for .svg and .png")
+    p.add_argument("--out", default="out/figures", help="the folder for .svg and .png")
     p.add_argument("--fresh", action="store_true", help="simulate again what the figures show, on all cores")
 
 
@@ -293,22 +308,13 @@ def _stream(engine: Any, request: Request, tokenizer: Any, quiet: bool) -> str:
 def _result(args: argparse.Namespace, model: Any, request: Request, text: str, load_s: float) -> dict[str, Any]:
     from neo_lite import metrics
 
+    tpot_s = metrics.tpot_s(request) if len(request.output) > 1 else None
     return {
-        "text": text,
-        "tokens": request.output,
-        "prompt_tokens": len(request.prompt),
-        "finish_reason": request.finish_reason,
-        "mode": args.mode,
-        "model": args.model,
-        "source": model.source,
-        "device": str(model.device),
+        "text": text, "tokens": request.output, "prompt_tokens": len(request.prompt), "finish_reason": request.finish_reason,
+        "mode": args.mode, "model": args.model, "source": model.source, "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "timings": {
-            "load_s": load_s,
-            "ttft_s": metrics.ttft_s(request),
-            "tpot_s": metrics.tpot_s(request) if len(request.output) > 1 else None,
-        },
-    }
+        "timings": {"load_s": load_s, "ttft_s": metrics.ttft_s(request), "tpot_s": tpot_s},
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -47,9 +48,13 @@ def main(args: argparse.Namespace, ranks: Any = None) -> int:
     model = load_model(args.model, args.device, args.dtype, ranks)
     for a in arrivals:  # before a prompt of that length is made
         check_sampling(SamplingParams(a.output_tokens), a.prompt_tokens, model.whole)
+    if not args.cpu_kv_gib:
+        tokens = sum(a.prompt_tokens + a.output_tokens + EngineConfig.block_size for a in arrivals)
+        args.cpu_kv_gib = min(16.0, math.ceil(1e3 * tokens * kv_bytes(model) / 2**30) / 1e3)
     for mode in args.mode.split(","):
         result = measure(args, mode, model, arrivals, costs)
-        print(json.dumps(result) if args.json else "\n".join(f"{k:24}{v}" for k, v in result.items()), flush=True)
+        shown = {k: v for k, v in result.items() if k not in ("profile", "all_reduce_s", "stamp")}
+        print(json.dumps(result) if args.json else "\n".join(f"{k:26}{short(v)}" for k, v in shown.items()), flush=True)
         gc.collect()  # the pools of one mode make way for those of the next
     return 0
 
@@ -58,9 +63,8 @@ def measure(
     args: argparse.Namespace, mode: str, model: Llama, arrivals: list[Arrival], costs: Profile | None
 ) -> dict[str, Any]:
     """One mode: an engine, a warm-up, the whole load."""
-    bytes_per_token = model.whole.kv_bytes_per_token(str(model.dtype)[6:])
     config = EngineConfig(
-        mode=mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=int(args.cpu_kv_gib * 2**30 / bytes_per_token),
+        mode=mode, gpu_kv_tokens=args.gpu_kv_tokens, cpu_kv_tokens=int(args.cpu_kv_gib * 2**30 / kv_bytes(model)),
         max_batched_tokens=args.max_batched_tokens, cpu_threads=args.cpu_threads, max_seqs=512,
     )  # fmt: skip
     timeline = Timeline(enabled=False)
@@ -84,6 +88,18 @@ def measure(
     }  # fmt: skip
 
 
+def kv_bytes(model: Llama) -> int:
+    """Of a token."""
+    return model.whole.kv_bytes_per_token(str(model.dtype)[6:])
+
+
+def short(value: Any) -> str:
+    """For people: four digits of a number, a table in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {short(x)}" for name, x in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def window(requests: Sequence[Request]) -> dict[str, float]:
     """Figure 10a's rate, from as many requests on as the paper offered: with 300 it reads three times the run's own."""
     return {"requests_per_s_30_70": metrics.window_throughput(requests)} if len(requests) >= WINDOW_REQUESTS else {}
@@ -104,8 +120,8 @@ def check(args: argparse.Namespace) -> None:
         EngineConfig(mode=mode)
     if args.profile and not Path(args.profile).is_file():
         raise NeoLiteError(f"--profile {args.profile} is no file: `python -m neo_lite profile --out FILE` makes one")
-    if not 0 < args.cpu_kv_gib < 2**40:  # nan, too
-        raise NeoLiteError(f"--cpu-kv-gib {args.cpu_kv_gib}: give a number of GiB above 0")
+    if not 0 <= args.cpu_kv_gib < 2**40:  # nan, too
+        raise NeoLiteError(f"--cpu-kv-gib {args.cpu_kv_gib}: give GiB above 0, or 0 for what the load can use")
     if not 0 <= args.seed < 2**62:
         raise NeoLiteError(f"--seed {args.seed}: give a whole number from 0 to 2**62 - 1")
     machine.check_writable("--trace", args.trace)

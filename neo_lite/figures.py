@@ -687,6 +687,7 @@ def main(args: argparse.Namespace) -> int:
         plt.close(fig)
         print(f"figure {name}: {source}; {path} and .png\n{text}\n")
     if not args.names:
+        print(f"How close the simulated curves of {NEO[0]} come (25 %: of the printed number, not of the gain):")
         for claim in fidelity(sweep.results(all_runs())):
             print(f"{'yes' if claim.holds else 'NO':4}{claim.text:64}{claim.found}")
     return 0

@@ -51,23 +51,18 @@ class Pool:
         layer_bytes = torch.Size(shape).numel() * DTYPES[self.dtype].itemsize
         self.layers = max(2, -(-max(4 * last_level_cache_bytes(), 2 * SEGMENT_BYTES) // layer_bytes))
         machine.check_memory(2 * self.layers * layer_bytes, "the benchmark's KV caches, twice")
-        self.kv = host_tensor((self.layers, *shape), DTYPES[self.dtype])
-        self.scales = (
-            host_tensor((self.layers, *shape[:-1]), torch.float16).fill_(0.01) if self.dtype == "int8" else None
-        )
+        self.kv, int8 = host_tensor((self.layers, *shape), DTYPES[self.dtype]), self.dtype == "int8"
+        self.scales = host_tensor((self.layers, *shape[:-1]), torch.float16).fill_(0.01) if int8 else None
         rng = torch.Generator().manual_seed(0)
-        numbers = torch.randn(1 << 24, generator=rng) * (40 if self.dtype == "int8" else 1)
-        for part in self.kv.view(-1).split(
-            len(numbers)
-        ):  # the same again and again, at other addresses: no less to read
+        numbers = torch.randn(1 << 24, generator=rng) * (40 if int8 else 1)
+        for part in self.kv.view(-1).split(len(numbers)):  # the same again, at other addresses: no less to read
             part.copy_(numbers[: len(part)])
         self.table = torch.randperm(shape[1], generator=rng).reshape(self.batch, width).int()
         self.lens = torch.full((self.batch,), self.tokens, dtype=torch.int32)
-        self.q_dtype = "float16" if self.dtype == "int8" else self.dtype
-        self.q = torch.randn(self.batch, self.model.num_heads, self.model.head_dim, generator=rng).to(
-            DTYPES[self.q_dtype]
-        )
-        row_bytes = self.model.head_dim * DTYPES[self.dtype].itemsize + (2 if self.dtype == "int8" else 0)
+        self.q_dtype = "float16" if int8 else self.dtype
+        q = torch.randn(self.batch, self.model.num_heads, self.model.head_dim, generator=rng)
+        self.q = q.to(DTYPES[self.q_dtype])
+        row_bytes = self.model.head_dim * DTYPES[self.dtype].itemsize + (2 if int8 else 0)
         self.call_bytes = 2 * self.batch * self.tokens * self.model.num_kv_heads * row_bytes  # of KV, read by one call
 
     def sequence(self, layer: int, b: int) -> torch.Tensor:
@@ -186,9 +181,8 @@ def bench_case(
         read_gbps = max(map(statistics.median, zip(*(reads for _, reads in pairs))))  # one variant's: the best one's
         fraction = min(map(statistics.median, zip(*([gbps / read for read in reads] for gbps, reads in pairs))))
         tokens_per_s = gbps * 1e9 / (pool.call_bytes / (batch * tokens))
-        rows[name] |= dict(
-            gbps=gbps, read_gbps=read_gbps, fraction=fraction, tokens_per_s=tokens_per_s, rounds=len(pairs)
-        )
+        rows[name] |= dict(gbps=gbps, read_gbps=read_gbps, fraction=fraction, tokens_per_s=tokens_per_s)
+        rows[name]["rounds"] = len(pairs)
     return list(rows.values())
 
 
@@ -205,17 +199,6 @@ def dispatch_us(threads: int) -> dict[str, float]:
         outside.append(time.perf_counter() - start_s)
         inside.append(kernel.last_s[1] - kernel.last_s[0])
     return {"kernel": statistics.median(inside) * 1e6, "python": statistics.median(outside) * 1e6}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=("llama-2-7b", "llama-3.1-8b", "smollm2"), default="llama-2-7b")
-    parser.add_argument("--dtype", choices=tuple(NAMES), default="fp16", help="of the KV cache")
-    parser.add_argument("--threads", type=int, default=0, help="0: all usable cores")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--quality", action="store_true", help="also what int8 costs on smollm2: perplexity, greedy tokens"
-    )
-    parser.add_argument("--json", action="store_true")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -275,7 +275,7 @@ def course(report: dict[str, Any]) -> dict[str, str]:
     why_not = f"no, {card['name']} is below compute capability 8.0" if card else "no GPU"
     kernel = "no, torch computes it: install g++ or clang++, or set CXX"
     return {
-        "scheduler, simulator": "yes",
+        "scheduler, simulator": "no: install numpy" if report["versions"]["numpy"] == "not installed" else "yes",
         "all notebooks": f"yes, on {card['name'] if card else 'the CPU'}" if torch_there else "no: install torch",
         "CPU attention in C++": kernel if report["kernel"].startswith("none") else "yes",
         "GPU timelines": "yes, measured here" if card else "no GPU: recorded measurements, labelled as such",
@@ -295,7 +295,7 @@ def print_env(report: dict[str, Any], file: Any = None) -> None:
         "CPU": report["cpu"],
         "usable cores": f"{report['usable_cores']} (machine {cores['cpu_count']}, {limits})",
         "memory": f"{report['ram_bytes'] / GIB:.1f} GiB, {free:.1f} GiB available",
-        "memory read": f"{read['gb_per_s']} GB/s ({read['method']})",
+        "memory read": f"{read['gb_per_s']} GB/s ({read['method']})" if read["gb_per_s"] else read["method"],
         "GPU": f"{card['name']}, {card['sms']} SMs, {card['memory_bytes'] / GIB:.0f} GiB" if card else "none",
         **{name: report[name] for name in ("python", "torch", "neo_lite")},
         **report["versions"],

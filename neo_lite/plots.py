@@ -16,14 +16,9 @@ if TYPE_CHECKING:
 SOURCES = ("measured", "recorded", "simulated", "paper", "code")  # code: a diagram of the package's own objects
 COLORS = {"gpu": "#2f6db5", "cpu": "#d9822b", "link": "#5a9e5a", "idle": "#d0d0d0", "paper": "#555555"}
 STYLE: Any = {
-    "figure.figsize": (6.4, 3.6),
-    "figure.dpi": 90,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-}
+    "figure.figsize": (6.4, 3.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.alpha": 0.25, "legend.frameon": False,
+}  # fmt: skip
 SVG: Any = {
     "svg.fonttype": "none",  # text stays text: small files that can be searched
     "svg.hashsalt": "neo-lite",  # the same figure gives the same bytes

@@ -193,7 +193,8 @@ def compute(wanted: Sequence[Run], every: Sequence[Run]) -> None:
     missing = [r for r in dict.fromkeys(wanted) if r not in rows]
     workers = max(1, min(machine.usable_cores(), len(missing)))
     with get_context("spawn").Pool(workers, _worker) as pool, path.open("a") as file:
-        for row in tqdm(pool.imap_unordered(simulate, missing), total=len(missing), unit=" runs", disable=not missing):
+        done, what = pool.imap_unordered(simulate, missing), "simulating (Ctrl-C keeps what is done)"
+        for row in tqdm(done, what, len(missing), unit=" runs", disable=not missing):
             file.write(json.dumps(row) + "\n")
             file.flush()
             rows[Run(*row["run"])] = row

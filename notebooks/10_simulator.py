@@ -586,6 +586,7 @@ for (mode, speeds), color in zip(by_pool.items(), (GPU, CPU)):
 ax.axvline(150 * 1200, color=GREY, ls=":")
 ax.axvline(26_400, color=GREY, ls="--", lw=1)
 ax.text(27_500, 0.03, "the A10G's pool", size=8, color=GREY, transform=ax.get_xaxis_transform())
+ax.text(175_000, 0.03, "all KV of the load", size=8, color=GREY, ha="right", transform=ax.get_xaxis_transform())
 ax.set_xticks(POOLS, [f"{p:,}" for p in POOLS], size=8)
 ax.minorticks_off()
 ax.set(xlabel="tokens of KV on the GPU", ylabel="requests/s", ylim=(0, None))

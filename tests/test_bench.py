@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import types
@@ -61,6 +62,21 @@ def test_json_states_the_rate_and_figure_6s_latency(capsys):
     assert json.loads(capsys.readouterr().out)["rate_per_s"] is None
     assert main([*SMALL, "--rate", "0"]) == 1
     assert "rate is 0.0: give requests per second" in capsys.readouterr().err
+
+
+def test_without_a_size_the_cpu_pool_is_what_the_load_can_use(capsys):
+    small = SMALL[: SMALL.index("--cpu-kv-gib")]
+    assert main([*small, "--mode", "simple", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    tokens = result["cpu_kv_gib"] * 2**30 / 512  # of the tiny model, in fp32
+    assert 6 * 50 < tokens < 6 * 66 + 2**21 and f"--cpu-kv-gib {result['cpu_kv_gib']}" in result["command"]
+
+
+def test_what_people_read_has_few_digits_and_no_profile(capsys):
+    assert main(SMALL) == 0
+    said = capsys.readouterr().out
+    assert "requests_per_s " in said and "stamp" not in said and "profile" not in said
+    assert max(len(digits) for digits in re.findall(r"\d+\.(\d+)", said.split("ran_on")[1])) <= 7
 
 
 @pytest.mark.parametrize("num_sms", [-8, 7, 133, 136])

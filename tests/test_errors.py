@@ -6,6 +6,7 @@ point is the process: signals, a compiler, a cache, a closed pipe.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -391,6 +392,39 @@ def test_a_spoiled_weight_file_is_refused_before_a_byte_of_weights_moves(tmp_pat
     save_file(tensors, str(tmp_path / "model.safetensors"))
     spoil(tmp_path / "model.safetensors", how)
     assert_refused(lambda: load_model(str(tmp_path), "cpu"), "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            " has no torch: run `make lab` or another of the",
+        ),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            "may not have so much memory: lower the pools: Cannot allocate",
+        ),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(error, said, capfd, monkeypatch):
+    def run_env(args):
+        raise error
+
+    monkeypatch.setattr("neo_lite.__main__.run_env", run_env)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # which the test's own output would not survive
+    assert main(["env"]) == 1
+    err = capfd.readouterr().err
+    assert said in err and err.startswith("neo_lite: ") and err.count("\n") == 1
+
+
+def test_a_missing_module_of_our_own_is_a_bug_and_shows(monkeypatch):
+    def run_env(args):
+        raise ModuleNotFoundError("No module named 'neo_lite.gone'", name="neo_lite.gone")
+
+    monkeypatch.setattr("neo_lite.__main__.run_env", run_env)
+    with pytest.raises(ModuleNotFoundError):
+        main(["env"])
 
 
 # ---- In a process of its own ----

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from neo_lite import kernel_bench
+from neo_lite.__main__ import add_kernel_bench_arguments
 from neo_lite.config import ModelConfig, NeoLiteError
 from neo_lite.quality import TEXT
 
@@ -26,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    kernel_bench.add_arguments(parser)
+    add_kernel_bench_arguments(parser)
     return parser.parse_args(["--shape", "smollm2", "--threads", "1", "--rounds", "2", *words])
 
 

@@ -173,6 +173,7 @@ def fake_torch(major: int, minor: int, name: str, count: int = 1) -> SimpleNames
 
 def test_a_t4_and_an_h200_are_told_what_they_can_do(monkeypatch):
     report = {"torch": "2.11", "kernel": "none, torch computes attention on the CPU: no C++ compiler"}
+    report |= {"versions": {"numpy": "2.4"}}
     monkeypatch.setattr(machine, "_torch", lambda: fake_torch(7, 5, "Tesla T4"))
     course = machine.course({**report, "gpu": machine.gpu()})
     assert "T4" in course["all notebooks"] and course["GPU timelines"].startswith("yes")

@@ -52,6 +52,16 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
 
 
 @pytest.mark.slow
+def test_the_python_that_it_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    exec(code, {})
+    assert (
+        capsys.readouterr().out
+        == " a fundamental concept in physics that describes the curvature of spacetime caused by the presence of"
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "output"), RUN, ids=[command.removeprefix(PYTHON)[:40] for command, _ in RUN])
 def test_command_prints_what_the_document_shows(command: str, output: str) -> None:
     arguments = [sys.executable, *shlex.split(command)[1:]]

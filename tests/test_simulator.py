@@ -238,6 +238,17 @@ def test_a_mistake_gets_one_line(arguments, said, capsys, monkeypatch):
     assert said in error and error.startswith("neo_lite: ") and error.count("\n") == 1
 
 
+def test_a_profiles_dtype_is_its_own_unless_another_is_asked_for(tmp_path, capsys):
+    path, small = tmp_path / "p.json", ["--gpu-kv-tokens", "4096", "--cpu-kv-gib", "1", "--requests", "2", "--json"]
+    replace(COSTS, model="tiny", dtype="float32").save(path)
+    assert main(["simulate", "--hardware", str(path), "--model", "tiny", *small]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+    assert main(["simulate", "--hardware", str(path), "--model", "tiny", "--dtype", "float16", *small]) == 1
+    assert "of another dtype, float32, not float16" in capsys.readouterr().err
+    assert main(["simulate", "--hardware", "h200", "--model", "tiny", *small]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float16"
+
+
 # ---- Against what others found ----
 
 

@@ -167,8 +167,6 @@ def execute(source: Path, out: Path, exercises: bool = False) -> Run:
     figures = out / "figures"
     inline = "module://matplotlib_inline.backend_inline"
     environment = {**os.environ, "NEO_LITE_FIGURES": str(figures), "MPLBACKEND": inline}
-    for old in figures.glob(f"{source.stem[:2]}_*"):
-        old.unlink()  # what this notebook no longer draws must not be published
     before, start_s = figure_times(figures), time.monotonic()
     session = Session(notebook, source.parent)
     try:
@@ -185,7 +183,10 @@ def execute(source: Path, out: Path, exercises: bool = False) -> Run:
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
         run.problems.append(error_line(notebook.cells, error))
     run.seconds = time.monotonic() - start_s
-    run.figures = sum(before.get(path) != stamp for path, stamp in figure_times(figures).items())
+    drawn = {path for path, stamp in figure_times(figures).items() if before.get(path) != stamp}
+    for old in {*figures.glob(f"{source.stem[:2]}_*")} - drawn:
+        old.unlink()  # what this notebook no longer draws must not be published
+    run.figures = len(drawn)
     target = out / "notebooks" / f"{source.stem}.ipynb"
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)

@@ -200,6 +200,9 @@ def main() -> int:
     except SetupError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 1
+    except PermissionError as error:
+        print(f"set-up: {error.filename} cannot be written: use a copy of this folder that you own", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("set-up: interrupted; run the same command again", file=sys.stderr)
         return 130
