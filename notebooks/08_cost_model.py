@@ -542,7 +542,7 @@ for case, found in cases.items():
 # %%
 fig, ax = plt.subplots(figsize=(9, 4))
 names = ("GPU's own work", "as streams", "paper's two stages", "the iteration, recorded")
-for i, (name, color) in enumerate(zip(names, ("#9ecae9", GPU, GREY, CPU))):
+for i, (name, color) in enumerate(zip(names, ("#9ecae9", CPU, GREY, GPU))):
     rows = [y + 0.2 * i for y in range(len(bars))]
     ax.barh(rows, [values[i] for values in bars.values()], 0.18, color=color, label=name)
 ax.set_yticks([y + 0.3 for y in range(len(bars))], [case.replace(": ", ":\n").replace(", ", ",\n", 1) for case in bars])
@@ -768,5 +768,5 @@ def points_solved():
 # | stage times | profiled offline, interpolated | the same; a roofline for other machines | `08_held_out`, `08_linear` |
 # | error of the interpolation | not reported | about 1 % on the slice, a few percent here | recorded; measured: `08_held_out` |
 # | time of a layer | two stages, each the longer side | the longest of three chains | recorded: `08_bounds` |
-# | layers' share of an iteration | more than 95 % | 92 to 96 % (8B, slice), 65 % (SmolLM2 here) | recorded, measured |
+# | layers' share of an iteration | more than 95 % | 92 to 96 % (8B, slice), about 60 % (SmolLM2 here) | recorded, measured |
 # | decode attention, CPU and GPU | as their bandwidths | four times apart | recorded: `08_attention` |
