@@ -328,7 +328,9 @@ def draw(ax, candidate):
     lane(ax, 1, [(n, ms[n]) for n in ("l0", "pref0", "ga0")] + [("bubble", bubble), ("l1", ms["l1"])], layer)
     lane(ax, 0, [("ca1", ms["ca1"]), ("ca0", ms["ca0"]), ("idle", idle)], layer)
     ax.set_yticks([1, 0], ["GPU", "CPU"])
-    ax.set_title(f"{candidate.name}: {candidate.requests} requests in {layer:.2f} ms, {candidate.rate:.0f} tokens/s", size=9)
+    ax.set_title(
+        f"{candidate.name}: {candidate.requests} requests in {layer:.2f} ms, {candidate.rate:.0f} tokens/s", size=9
+    )
     ax.grid(axis="y", alpha=0)
 
 
