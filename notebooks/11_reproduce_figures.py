@@ -90,7 +90,7 @@ for name in ("t4-g4dn.4xlarge", "a10g-g5.16xlarge"):
 def show(name):
     fig, table, source = figures.draw(name)
     plots.save_figure(fig, f"11_fig{name}", source)
-    fig.set_dpi(150)
+    fig.set_dpi(140)
     display(fig)
     plt.close(fig)  # shown once
     if table:
