@@ -82,21 +82,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_bench_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default="random:llama-3.1-8b")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--mode", default="gpu-only", help=f"one, or several with commas: {', '.join(MODES)}")
+    p.add_argument("--model", default="random:llama-3.1-8b", help="default: %(default)s")
+    p.add_argument("--device", default="auto", help="default: %(default)s")
+    p.add_argument("--dtype", default="auto", help="default: %(default)s")
+    p.add_argument("--mode", default="gpu-only", help=f"(default: gpu-only) several with commas: {', '.join(MODES)}")
     p.add_argument("--profile", default="", help="stage times for the modes that weigh them (else measured first)")
     p.add_argument("--num-sms", type=int, default=0, help="multiprocessors of the GPU to use (0: all)")
-    p.add_argument("--cpu-threads", type=int, default=0)
-    p.add_argument("--gpu-kv-tokens", type=int, default=26400)
+    p.add_argument("--cpu-threads", type=int, default=0, help="default: %(default)s")
+    p.add_argument("--gpu-kv-tokens", type=int, default=26400, help="default: %(default)s")
     p.add_argument("--cpu-kv-gib", type=float, default=0.0, help="0: what the load can use, 16 at most")
-    p.add_argument("--max-batched-tokens", type=int, default=2048)
+    p.add_argument("--max-batched-tokens", type=int, default=2048, help="default: %(default)s")
     p.add_argument("--workload", default="synthetic:1000,200",
                    help="synthetic:PROMPT,OUTPUT tokens, each +- 10 %%; osc, azure-code, azure-conv, trace:FILE.csv")  # fmt: skip
-    p.add_argument("--requests", type=int, default=60)
+    p.add_argument("--requests", type=int, default=60, help="default: %(default)s")
     p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     p.add_argument("--trace", default="", help="write a Chrome/Perfetto trace of the last iterations to this file")
     p.add_argument("--json", action="store_true")
 
@@ -105,20 +105,20 @@ def add_kernel_bench_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--shape", default="llama-2-7b", choices=("llama-2-7b", "llama-3.1-8b", "smollm2"))
     p.add_argument("--dtype", default="fp16", choices=("fp16", "bf16", "fp32", "int8"), help="of the KV")
     p.add_argument("--threads", type=int, default=0, help="0: all usable cores")
-    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     p.add_argument("--quality", action="store_true", help="also what int8 costs on smollm2: perplexity, greedy tokens")
     p.add_argument("--json", action="store_true")
 
 
 def add_profile_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default="smollm2", help="smollm2, random:<shape>, a local folder or a hub id")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--dtype", default="auto")
+    p.add_argument("--model", default="smollm2", help="smollm2 (default), random:<shape>, a local folder or a hub id")
+    p.add_argument("--device", default="auto", help="default: %(default)s")
+    p.add_argument("--dtype", default="auto", help="default: %(default)s")
     p.add_argument("--num-sms", type=int, default=0, help="multiprocessors of the GPU to use (0: all)")
-    p.add_argument("--cpu-threads", type=int, default=0)
-    p.add_argument("--gpu-kv-tokens", type=int, default=16384)
-    p.add_argument("--cpu-kv-tokens", type=int, default=32768)
-    p.add_argument("--max-batched-tokens", type=int, default=2048)
+    p.add_argument("--cpu-threads", type=int, default=0, help="default: %(default)s")
+    p.add_argument("--gpu-kv-tokens", type=int, default=16384, help="default: %(default)s")
+    p.add_argument("--cpu-kv-tokens", type=int, default=32768, help="default: %(default)s")
+    p.add_argument("--max-batched-tokens", type=int, default=2048, help="default: %(default)s")
     p.add_argument("--out", required=True, help="the file to write")
 
 
@@ -149,20 +149,21 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def add_simulate_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--hardware", default="h200-8sm-14t", help="a preset (an unknown one lists them), here, or a profile's file"
-    )
+    p.add_argument("--hardware", default="h200-8sm-14t",
+                   help="a preset (an unknown one lists them), here, or a profile's file; default: %(default)s")  # fmt: skip
     p.add_argument("--model", default="llama-3.1-8b", help="the shape of a model: " + ", ".join(MODELS))
     p.add_argument("--dtype", default="auto", help="auto (a profile's own, else float16), float16, bfloat16, float32")
-    p.add_argument("--policy", default="neo", help=", ".join(MODES))
-    p.add_argument("--workload", default="synthetic:1000,200", help="or osc, azure-code, azure-conv, trace:FILE.csv")
+    p.add_argument("--policy", default="neo", help=f"{', '.join(MODES)} (default: neo)")
+    p.add_argument(
+        "--workload", default="synthetic:1000,200", help="default: %(default)s; osc, azure-code, trace:FILE.csv"
+    )
     p.add_argument("--rate", type=float, default=float("inf"), help="requests a second (default: all at once)")
-    p.add_argument("--requests", type=int, default=300)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--requests", type=int, default=300, help="default: %(default)s")
+    p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     p.add_argument("--gpu-kv-tokens", type=int, default=0, help="0: what the card holds beside weights and activations")
     p.add_argument("--cpu-kv-gib", type=float, default=0.0, help="0: half of the host's memory")
-    p.add_argument("--max-batched-tokens", type=int, default=2048)
-    p.add_argument("--max-seqs", type=int, default=512)
+    p.add_argument("--max-batched-tokens", type=int, default=2048, help="default: %(default)s")
+    p.add_argument("--max-seqs", type=int, default=512, help="default: %(default)s")
     p.add_argument("--trace", default="", help="write a Chrome/Perfetto trace of a few iterations to this file")
     p.add_argument("--json", action="store_true")
 
@@ -224,17 +225,17 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _generate_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default="smollm2", help="smollm2, random:<shape>, a local folder or a hub id")
+    p.add_argument("--model", default="smollm2", help="smollm2 (default), random:<shape>, a local folder or a hub id")
     p.add_argument("--prompt", required=True)
-    p.add_argument("--max-tokens", type=int, default=48)
-    p.add_argument("--mode", default="gpu-only", help=", ".join(MODES))
+    p.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
+    p.add_argument("--mode", default="gpu-only", help=f"{', '.join(MODES)} (default: gpu-only)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda")
     p.add_argument("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--gpu-kv-tokens", type=int, default=8192)
-    p.add_argument("--cpu-kv-tokens", type=int, default=8192)
+    p.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    p.add_argument("--top-p", type=float, default=1.0, help="default: %(default)s")
+    p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    p.add_argument("--gpu-kv-tokens", type=int, default=8192, help="default: %(default)s")
+    p.add_argument("--cpu-kv-tokens", type=int, default=8192, help="default: %(default)s")
     p.add_argument("--cpu-threads", type=int, default=0, help="threads of the CPU kernel (0: all usable cores)")
     p.add_argument("--json", action="store_true", help="one object: text, tokens, timings")
     p.set_defaults(command=run_generate)
