@@ -57,7 +57,7 @@ venv-test:
 # before minutes of set-up; the scripts say more
 known-notebooks:
 	@for name in $(NOTEBOOKS); do ls notebooks/$$name*.py >/dev/null 2>&1 || \
-		{ echo "NOTEBOOKS: no notebook begins with $$name: 00 to 12"; exit 1; }; done
+		{ echo "NOTEBOOKS: no file in notebooks/ begins with $$name"; exit 1; }; done
 
 reproduce: known-notebooks venv-lab
 	@$(RUN) tools/run_notebooks.py --out out $(NOTEBOOKS)

@@ -18,7 +18,6 @@ from neo_lite.request import Request, SamplingParams
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; 0: done, 1: refused with a reason, 130: interrupted."""
-    warnings.formatwarning = lambda message, *_: f"neo_lite: {message}\n"
     try:
         args = parser().parse_args(argv)
         return args.command(args)
@@ -319,4 +318,5 @@ def _result(args: argparse.Namespace, model: Any, request: Request, text: str, l
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_: f"neo_lite: {message}\n"
     sys.exit(main())

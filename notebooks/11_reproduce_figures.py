@@ -323,9 +323,9 @@ for r in sweep.recorded(sweep.RECORDED):
 
 # %% [markdown]
 # The runs of 300 requests gain a few points less than their simulation, those of 150 much less, and the longer the answers,
-# the less. Notebook 10 looks into them: every decision agrees, and the time is lost in iterations in which GPU and CPU are
-# equally long, on a host whose memory was slower that day than when its profile was measured, and in launches that a short run
-# has not yet captured as graphs.
+# the less. Notebook 10 looks into them: there are as many iterations of each kind as simulated, and the time is lost in those in
+# which GPU and CPU are equally long. Slower memory than the profile's explains a tenth to a quarter of it, launches that a short
+# run has not yet captured as graphs another part, and the rest is open.
 #
 # ## 7. Figure 10b: is the baseline any good?
 #

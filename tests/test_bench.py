@@ -46,10 +46,10 @@ def test_requests_come_at_their_times_and_their_latency_counts_from_then():
     run = bench.serve(engine, arrivals, 0)
     start_s = run.requests[0].arrival_s - arrivals[0].time_s
     assert [r.arrival_s - start_s for r in run.requests] == pytest.approx([a.time_s for a in arrivals])
-    assert 0 <= start_s - before_s < 0.5 and run.seconds > arrivals[-1].time_s
+    assert start_s >= before_s and run.seconds > arrivals[-1].time_s
     assert all(r.token_times_s[0] > r.arrival_s and len(r.output) == a.output_tokens
                for r, a in zip(run.requests, arrivals))  # fmt: skip
-    assert run.requests[-1].token_times_s[0] > run.requests[0].finished_s, "the first one did not wait for the last"
+    assert run.requests[0].token_times_s[0] < run.requests[-1].arrival_s, "the first one did not wait for the last"
 
 
 def test_json_states_the_rate_and_figure_6s_latency(capsys):
@@ -57,7 +57,8 @@ def test_json_states_the_rate_and_figure_6s_latency(capsys):
     assert main([*small, "--requests", "8", "--rate", "40", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rate_per_s"] == 40 and "--rate 40.0" in result["command"]
-    assert 0 < result["mean_per_token_latency_s"] < 1 and result["seconds"] > 8 / 40 / 4
+    last_s = parse("synthetic:40,10", 8, rate_per_s=40.0)[-1].time_s
+    assert result["mean_per_token_latency_s"] > 0 and result["seconds"] > last_s > 0
     assert main([*SMALL, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rate_per_s"] is None
     assert main([*SMALL, "--rate", "0"]) == 1
@@ -69,7 +70,8 @@ def test_without_a_size_the_cpu_pool_is_what_the_load_can_use(capsys):
     assert main([*small, "--mode", "simple", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     tokens = result["cpu_kv_gib"] * 2**30 / 512  # of the tiny model, in fp32
-    assert 6 * 50 < tokens < 6 * 66 + 2**21 and f"--cpu-kv-gib {result['cpu_kv_gib']}" in result["command"]
+    assert 6 * 45 < tokens < 6 * 80 + 2100, "rounded up to a thousandth of a GiB"
+    assert f"--cpu-kv-gib {result['cpu_kv_gib']}" in result["command"]
 
 
 def test_what_people_read_has_few_digits_and_no_profile(capsys):

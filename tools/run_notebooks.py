@@ -174,9 +174,8 @@ def execute(source: Path, out: Path, exercises: bool = False) -> Run:
             try:
                 run_cells(session, run, exercises)
             except KeyboardInterrupt:
-                session.client.shutdown_kernel = (
-                    "immediate"  # amid a cell a kernel that ends in order prints a traceback
-                )
+                # one that is asked to end amid a cell prints a traceback
+                session.client.shutdown_kernel = "immediate"
                 raise
             finally:
                 run.peak_bytes = session.peak_bytes()
